@@ -1,0 +1,1 @@
+"""Readers of FP4 checkpoint layouts."""

@@ -1,0 +1,1 @@
+"""Own kernels. The only place that imports triton at module level; nothing imports this package eagerly."""

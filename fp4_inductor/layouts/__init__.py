@@ -1,0 +1,1 @@
+"""Weight layouts as pure torch functions, each with its inverse."""

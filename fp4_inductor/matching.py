@@ -1,0 +1,86 @@
+"""What recognition hands on: matches, near misses, and the refusals that run between patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from .formats import BlockFormat
+from .spec import MoESpec, Operand
+
+
+class NoMatch(Exception):
+    """Control flow of recognition: this is not the idiom. Never leaves ``find_matches``.
+
+    ``template.format(*args)`` is only evaluated when somebody reads the message. ``progress`` counts
+    how far a pattern came (0..1), so that the nearest miss can be kept.
+    """
+
+    def __init__(self, template: str, *args: object, node: fx.Node | None = None, progress: float = 0.0) -> None:
+        super().__init__(template)
+        self.template, self.format_args, self.node, self.progress = template, args, node, progress
+
+    def __str__(self) -> str:
+        return self.template.format(*self.format_args)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLocation:
+    """Where a node comes from in the user's code. For messages, never for correctness."""
+
+    file: str
+    line: int
+    code: str
+    module: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}" if self.file else "<unknown>"
+        return f"{self.module} ({where})" if self.module else where
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """FP4 weights of all experts as the graph holds them, found behind a dequantisation.
+
+    The nodes are the roots (placeholders or get_attr). ``codes`` reshapes (trailing axes merged) to
+    ``[E, N, K/2]``, ``scale`` to ``[E, N, K/bs]``, ``global_scale`` to ``[E or 1, N or 1]``.
+    """
+
+    codes: fx.Node
+    scale: fx.Node
+    global_scale: fx.Node | None
+    format: BlockFormat
+    shape: tuple[int, int, int]  # E, N, K
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One recognised MoE block.
+
+    ``output`` has T*H elements and is replaced; ``nodes`` is the region that this makes dead;
+    ``operands`` name the fx nodes that the fused op reads. ``grade`` is "full" where the router was
+    recognised too (``spec.router`` says how), else "experts".
+    """
+
+    pattern: str
+    grade: Literal["experts", "full"]
+    spec: MoESpec
+    output: fx.Node
+    nodes: frozenset[fx.Node]
+    operands: Mapping[Operand, fx.Node]
+    where: SourceLocation
+
+
+@dataclass(frozen=True, slots=True)
+class NearMiss:
+    """An FP4 weight that feeds no recognised block, with the furthest pattern's reason."""
+
+    anchor: str
+    pattern: str
+    reason: str
+    progress: float
+    packed_bytes: int
+    where: SourceLocation

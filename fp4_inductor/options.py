@@ -1,0 +1,72 @@
+"""``Options``: every ``fp4moe.*`` key of ``torch.compile(..., options={...})`` in one frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import InvalidOptionError, UnknownNameError
+
+PREFIX = "fp4moe."
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How blocks are lowered.
+
+    Attributes:
+        backend: name of the kernel backend to use. Honoured, or refused with every reason; never
+            replaced in silence. None chooses by rank.
+        on_unsupported: "keep" leaves a block that no backend takes as written and warns once;
+            "error" raises ``NoBackendError`` with every verdict.
+        strict: raise ``UnmatchedError`` where FP4 weights feed no recognised block, and do not fall
+            back to the graph as written on errors of our own.
+        expect_matches: number of blocks that must be lowered in each graph that holds FP4 weights.
+        max_sites: lower at most this many blocks of a graph, in graph order; bisects a wrong block.
+        verify: "first_call" runs the replaced graph beside the fused op on the first real input
+            and raises ``VerificationError`` where they part.
+    """
+
+    backend: str | None = None
+    on_unsupported: str = "keep"
+    strict: bool = False
+    expect_matches: int | None = None
+    max_sites: int | None = None
+    verify: str = "never"
+
+    def __post_init__(self) -> None:
+        _require("backend", self.backend, "a backend's name or None", isinstance(self.backend, str | None))
+        _require("on_unsupported", self.on_unsupported, '"keep" or "error"', self.on_unsupported in ("keep", "error"))
+        _require("strict", self.strict, "a bool", isinstance(self.strict, bool))
+        for name in ("expect_matches", "max_sites"):
+            value = getattr(self, name)
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            _require(name, value, "an int >= 0 or None", value is None or is_count)
+        _require("verify", self.verify, '"never" or "first_call"', self.verify in ("never", "first_call"))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Options:
+        """Options from ``{"fp4moe.backend": "cpu"}``.
+
+        Raises:
+            UnknownNameError: a key that does not exist; the nearest one is shown.
+            InvalidOptionError: a value that cannot be used.
+        """
+        known = {PREFIX + field.name: field.name for field in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise UnknownNameError("reading torch.compile options", key, known)
+        return cls(**{known[key]: value for key, value in values.items()})
+
+
+def _require(name: str, value: object, needed: str, ok: bool) -> None:
+    if not ok:
+        raise InvalidOptionError(f"reading option {PREFIX}{name}", needed=needed, got=repr(value))
+
+
+def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+    """Our options, and those that are Inductor's."""
+    options = options or {}
+    ours = {key: value for key, value in options.items() if key.startswith(PREFIX)}
+    return Options.from_dict(ours), {key: value for key, value in options.items() if key not in ours}

@@ -1,0 +1,1 @@
+"""Quantise, pack, unpack and dequantise FP4 block formats in pure torch."""

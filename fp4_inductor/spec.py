@@ -1,0 +1,229 @@
+"""``MoESpec``: what a mixture-of-experts block computes, as a value.
+
+Recognition and kernel backends meet only here. A spec is frozen and hashable and holds no
+``fx.Node``, no tensor and no SymInt, so identical layers share one, and a kernel is chosen for a
+device that is not present.
+
+Letters used in shapes throughout the project: T tokens, E experts, k ``top_k``, H hidden size,
+I intermediate size, N output rows and K input columns of one GEMM, bs block size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import torch
+
+from .formats import BlockFormat
+
+
+class Operand(Enum):
+    """The inputs of a fused MoE op, in canonical form.
+
+    Weights are canonical when codes are ``uint8 [E, N, K/2]`` (low nibble = even k), block scales
+    ``[E, N, K/bs]`` in the format's ``scale_dtype``, and global scales ``float32 [E, 1]``, ``[E, N]``
+    or ``[1, 1]``, all of which multiply to dequantise. For w13, N is 2I (I if not gated) and K is H;
+    for w2, N is H and K is I.
+    """
+
+    HIDDEN = "hidden"  # [T, H] activation dtype
+    TOPK_IDS = "topk_ids"  # [T, k] int64 or int32
+    TOPK_WEIGHTS = "topk_weights"  # [T, k] float32, bfloat16 or float16
+    ROUTER_LOGITS = "router_logits"  # [T, E]
+    ROUTER_BIAS = "router_bias"  # [E] added to the scores for selection only
+    W13 = "w13"
+    W13_SCALE = "w13_scale"
+    W13_GLOBAL = "w13_global"
+    W13_BIAS = "w13_bias"  # [E, 2I]
+    W2 = "w2"
+    W2_SCALE = "w2_scale"
+    W2_GLOBAL = "w2_global"
+    W2_BIAS = "w2_bias"  # [E, H]
+    ALPHA = "alpha"  # 0-d, where the graph takes it at run time
+    BETA = "beta"
+    LIMIT = "limit"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Runtime(Enum):
+    """Stands in a spec where a scalar is an input of the graph and must not be baked."""
+
+    RUNTIME = "runtime"
+
+    def __repr__(self) -> str:
+        return "RUNTIME"
+
+
+RUNTIME = Runtime.RUNTIME
+
+
+class GateUpOrder(Enum):
+    """How gate and up rows share w13."""
+
+    GATE_UP = "gate_up"  # rows [0, I) gate, [I, 2I) up
+    UP_GATE = "up_gate"
+    INTERLEAVED = "interleaved"  # rows g0, u0, g1, u1, ...
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Scoring(Enum):
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    SQRT_SOFTPLUS = "sqrt_softplus"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Token counts a compiled graph accepts; ``max`` is None where unbounded."""
+
+    min: int
+    max: int | None
+
+    @property
+    def static(self) -> bool:
+        return self.min == self.max
+
+    def __str__(self) -> str:
+        return str(self.min) if self.static else f"{self.min}..{'' if self.max is None else self.max}"
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSpec:
+    """``act(gate) * (up + beta)`` if gated, else ``act(gate)``.
+
+    ``act`` by kind: silu ``x * sigmoid(alpha * x)``; gelu and gelu_tanh (alpha 1); relu; relu2
+    ``relu(x)**2``. With a ``limit``, first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
+    A field that is ``RUNTIME`` is an operand of the graph (ALPHA, BETA, LIMIT).
+    """
+
+    kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+    gated: bool = True
+    alpha: float | Runtime = 1.0
+    beta: float | Runtime = 0.0
+    limit: float | Runtime | None = None
+
+    def __str__(self) -> str:
+        name = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}.get(self.kind, self.kind)
+        if not self.gated:
+            name = self.kind
+        knobs = []
+        if self.alpha != 1.0:
+            knobs.append(f"alpha={self.alpha}")
+        if self.beta != 0.0:
+            knobs.append(f"beta={self.beta}")
+        if self.limit is not None:
+            knobs.append(f"limit={self.limit}")
+        return f"{name}({', '.join(knobs)})" if knobs else name
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How ids ``[T, k]`` and weights ``[T, k]`` come from logits ``[T, E]``.
+
+    Attributes:
+        scoring: function from logits to scores.
+        topk_before_scoring: top-k is taken on the logits and only the k survivors are scored.
+        has_bias: a ``[E]`` bias is added for selection only, never to the weights.
+        num_groups, topk_groups: group-limited top-k (1, 1 where there are no groups).
+        group_score: how a group is scored: sum of its best two experts, or its best expert.
+        group_fill: value that masked-out experts get before top-k.
+        renormalize: weights are divided by their sum, plus ``renormalize_eps``.
+        scaling_factor: constant that multiplies the weights; RUNTIME where it is a graph input.
+        dtype: dtype in which the scores are computed.
+    """
+
+    scoring: Scoring
+    topk_before_scoring: bool = False
+    has_bias: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
+    group_fill: float = float("-inf")
+    renormalize: bool = False
+    renormalize_eps: float = 0.0
+    scaling_factor: float | Runtime = 1.0
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        steps = ["topk", str(self.scoring)] if self.topk_before_scoring else [str(self.scoring), "topk"]
+        if self.has_bias:
+            steps.insert(1, "bias")
+        if self.num_groups > 1:
+            steps.insert(-1, f"groups({self.topk_groups}/{self.num_groups})")
+        if self.renormalize:
+            steps.append("renorm")
+        if self.scaling_factor != 1.0:
+            steps.append(f"scale({self.scaling_factor})")
+        return "→".join(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRouting:
+    """Ids and weights are taken as the graph computes them."""
+
+    def __str__(self) -> str:
+        return "given"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRange:
+    """The experts ``[start, end)`` that live here, of ``total``; ids outside contribute nothing."""
+
+    start: int
+    end: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """One MoE block: ``(hidden, ids, weights, w13, w2, ...) -> [T, H]``.
+
+    ``weights_dtype`` is the dtype of the routing weights and by that the numerics of the combine:
+    float32 weights sum in float32 and round once; lower ones round every product.
+    ``weights_transposed`` tells people how the model stores its weights ([E, K, N]); codes are
+    canonical for kernels either way.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    weight_format: BlockFormat
+    activation: ActivationSpec
+    act_dtype: torch.dtype = torch.bfloat16
+    weights_dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype = torch.bfloat16
+    num_tokens: TokenRange = TokenRange(0, None)
+    router: RouterSpec | GivenRouting = GivenRouting()
+    w13_order: GateUpOrder = GateUpOrder.GATE_UP
+    weights_transposed: bool = False
+    has_w13_bias: bool = False
+    has_w2_bias: bool = False
+    local_experts: ExpertRange | None = None
+
+    @property
+    def w13_rows(self) -> int:
+        return self.intermediate_size * (2 if self.activation.gated else 1)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of codes and block scales of all experts."""
+        weights = self.num_experts * self.hidden_size * (self.w13_rows + self.intermediate_size)
+        return self.weight_format.num_bytes(weights)
+
+    def __str__(self) -> str:
+        dtype = str(self.act_dtype).removeprefix("torch.")
+        biases = " +bias" if self.has_w13_bias or self.has_w2_bias else ""
+        return (
+            f"{self.num_experts}x top-{self.top_k} H={self.hidden_size} I={self.intermediate_size} "
+            f"{self.weight_format}×{dtype} {self.activation}{biases} T={self.num_tokens} router={self.router}"
+        )
