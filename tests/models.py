@@ -1,0 +1,167 @@
+"""Tiny transformers models with mixture-of-experts layers, and the same with FP4 experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCAB = 128, 96, 8, 2, 64
+"""All different, so that no shape can be taken for another."""
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LATENT_ATTENTION: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+_GROUPS: dict[str, Any] = {
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 2.5,
+    "n_routed_experts": EXPERTS,
+    "moe_intermediate_size": INTERMEDIATE,
+    "intermediate_size": 2 * INTERMEDIATE,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS},
+    "qwen3_moe": {
+        "moe_intermediate_size": INTERMEDIATE,
+        "intermediate_size": 2 * INTERMEDIATE,
+        "num_experts": EXPERTS,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+    "olmoe": {"intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "norm_topk_prob": False},
+    "gpt_oss": {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "sliding_window": 16},
+    "deepseek_v3": {**_GROUPS, **_LATENT_ATTENTION},
+    "glm4_moe": {**_GROUPS},
+}
+"""What each family's config needs beyond the common sizes. Any other family may be named too."""
+
+
+def tiny_model(
+    name: str,
+    *,
+    layers: int = 2,
+    experts_implementation: str = "grouped_mm",
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    **config: Any,
+) -> nn.Module:
+    """A random causal language model of family ``name``, in evaluation mode; ``config`` overrides its sizes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {**_COMMON, "num_experts_per_tok": TOP_K, **CONFIGS.get(name, {}), **config}
+    torch.manual_seed(seed)
+    model_config = AutoConfig.for_model(name, num_hidden_layers=layers, **settings)
+    model = AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
+    model.set_experts_implementation(experts_implementation)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias") and parameter.is_floating_point():
+            nn.init.normal_(parameter, std=0.1)  # transformers starts them at zero, which would hide them
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            nn.init.normal_(buffer, std=0.1)
+    return model.requires_grad_(False)
+
+
+def token_ids(tokens: int = 16, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """Random token ids ``int64 [batch, tokens]``."""
+    return torch.randint(3, VOCAB, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def moe_layers(model: nn.Module) -> list[nn.Module]:
+    """The mixture-of-experts modules of a model: those that directly hold an ``experts`` child."""
+    return [module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.Module)]
+
+
+class MoEStack(nn.Module):
+    """The MoE layers of a model alone, each behind a norm and a residual: captures in a fraction of the time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(moe_layers(model))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden ``[B, S, H]``; returns the same shape."""
+        for layer in self.layers:
+            normed = nn.functional.layer_norm(hidden, hidden.shape[-1:])
+            out = layer(normed)
+            hidden = hidden + (out[0] if isinstance(out, tuple) else out)
+        return hidden
+
+
+def hidden_states(tokens: int = 16, batch: int = 1, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Random hidden states ``[batch, tokens, H]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, tokens, HIDDEN, generator=generator).to(dtype)
+
+
+_LUT = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def pack_experts(model: nn.Module, fmt: str) -> nn.Module:
+    """Give every expert projection random FP4 weights, read through a property that dequantises by a table.
+
+    ``fmt`` is "mxfp4" or "nvfp4". K, the axis that is packed, is the last one, or the middle one
+    where the module stores ``[E, K, N]``; codes and scales are stored canonically either way.
+    """
+    for layer in moe_layers(model):
+        experts = layer.experts
+        names = [name for name in ("gate_up_proj", "up_proj", "down_proj") if name in experts._parameters]
+        transposed = bool(getattr(experts, "is_transposed", False))
+        for name in names:
+            _pack(experts, name, fmt, transposed)
+        experts.register_buffer("fp4_lut", torch.tensor(_LUT, dtype=torch.bfloat16))
+        properties = {name: property(_reader(name, fmt, transposed)) for name in names}
+        experts.__class__ = type(type(experts).__name__, (type(experts),), properties)
+    return model
+
+
+def _pack(experts: nn.Module, name: str, fmt: str, transposed: bool) -> None:
+    weight = experts._parameters.pop(name)
+    assert weight is not None
+    e, n, k = weight.mT.shape if transposed else weight.shape
+    experts.register_buffer(f"{name}_codes", torch.randint(0, 256, (e, n, k // 2), dtype=torch.uint8))
+    if fmt == "mxfp4":
+        experts.register_buffer(f"{name}_scale", torch.randint(118, 124, (e, n, k // 32), dtype=torch.uint8))
+    else:
+        scale = (torch.rand(e, n, k // 16) * 4 + 0.25).to(torch.float8_e4m3fn)
+        experts.register_buffer(f"{name}_scale", scale)
+        experts.register_buffer(f"{name}_global", torch.rand(e) * 0.02 + 0.01)
+
+
+def _reader(name: str, fmt: str, transposed: bool) -> Any:
+    def read(self: nn.Module) -> torch.Tensor:
+        codes = getattr(self, f"{name}_codes")
+        e, n, half = codes.shape
+        pairs = torch.stack((codes & 15, codes >> 4), dim=-1).reshape(e, n, 2 * half)
+        values = self.fp4_lut[pairs.int()]
+        scale = getattr(self, f"{name}_scale")
+        if fmt == "mxfp4":
+            factor = torch.exp2(scale.float() - 127).to(torch.bfloat16)
+        else:
+            factor = scale.float() * getattr(self, f"{name}_global")[:, None, None]
+        groups = values.reshape(e, n, scale.shape[-1], -1) * factor[..., None]
+        weight = groups.reshape(e, n, 2 * half).to(torch.bfloat16)
+        return weight.mT if transposed else weight
+
+    return read
