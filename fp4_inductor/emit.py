@@ -1,0 +1,146 @@
+"""Write a ``KernelPlan`` into a graph: the second interpreter of plans, beside ``plan.run_plan``.
+
+Weight re-layout is written out as plain ATen nodes, so it can be read in every dump. Nodes that
+end a re-layout carry ``meta[PREPARED]``; ``fold`` turns exactly those into constants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .matching import Match
+from .plan import KernelPlan, Prepared, resolve_op
+from .spec import MoESpec, Operand
+
+PREPARED = "fp4_prepared"
+"""Key in ``fx.Node.meta``: the name of the prepared tensor that the node computes."""
+
+aten = torch.ops.aten
+
+
+def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> fx.Node:
+    """Insert the fused call before the match's output, move the output's users to it, return it.
+
+    Nodes that this makes dead are left for the caller to erase, so that several blocks can be
+    rewritten before one clean-up.
+    """
+    with graph.inserting_before(match.output):
+        writer = _Writer(graph, match, backend)
+        operands = {operand: writer.canonical(operand) for operand in plan.operands}
+        prepared = {p.name: writer.prepared(p, operands) for p in plan.prepared}
+        args = [
+            prepared[arg.name] if isinstance(arg, Prepared) else operands[arg] if isinstance(arg, Operand) else arg
+            for arg in plan.args
+        ]
+        fused = writer.call(resolve_op(plan.op), *args)
+        result = writer.shaped_like_output(fused)
+    match.output.replace_all_uses_with(result)
+    return fused
+
+
+class _Writer:
+    """Creates nodes with fake values and with the trace of the block they replace."""
+
+    def __init__(self, graph: fx.Graph, match: Match, backend: str) -> None:
+        self.graph, self.match, self.spec = graph, match, match.spec
+        self.fake_mode = detect_fake_mode([n.meta["val"] for n in match.operands.values() if "val" in n.meta])
+        note = f"fp4moe[{backend}] replaced {len(match.nodes)} nodes ({match.pattern})"
+        frame = f'  File "fp4moe://{match.pattern}", line 1, in rewrite\n    {note}\n'
+        self.meta = {
+            "stack_trace": match.output.meta.get("stack_trace", "") + frame,
+            "nn_module_stack": match.output.meta.get("nn_module_stack"),
+        }
+
+    def call(self, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        values = fx.map_arg(args, lambda n: n.meta["val"])
+        with self.fake_mode or contextlib.nullcontext():
+            node.meta["val"] = target(*values)
+        node.meta.update({key: value for key, value in self.meta.items() if value})
+        return node
+
+    def canonical(self, operand: Operand) -> fx.Node:
+        """The operand's node, in the shape and dtype that ``Operand`` promises to kernels."""
+        node = self.match.operands[operand]
+        value = node.meta["val"]
+        if value.dtype is torch.int8 or value.dtype is torch.float8_e8m0fnu:
+            node = self.call(aten.view.dtype, node, torch.uint8)
+        shape = _canonical_shape(operand, self.spec, value)
+        if shape is None or tuple(value.shape) == shape:
+            return node
+        return self.call(aten.reshape.default, node, list(shape))
+
+    def prepared(self, prepared: Prepared, operands: Mapping[Operand, fx.Node]) -> fx.Node:
+        """Trace the re-layout on fake tensors and copy its ATen nodes here."""
+        inputs = [operands[operand] for operand in prepared.of]
+        values = [node.meta["val"] for node in inputs]
+        with self.fake_mode or contextlib.nullcontext():
+            traced = make_fx(prepared.fn)(*values)
+        env: dict[fx.Node, fx.Node] = {}
+        sources = iter(inputs)
+        result: fx.Node | None = None
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(sources)
+            elif node.op == "output":
+                result = env[node.args[0]]
+            else:
+                assert node.op == "call_function", f"re-layout {prepared.name} must be plain tensor functions"
+                copy = self.graph.call_function(
+                    node.target, fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)
+                )
+                copy.meta["val"] = node.meta["val"]
+                copy.meta.update({key: value for key, value in self.meta.items() if value})
+                env[node] = copy
+        assert result is not None
+        if result.op != "placeholder":
+            result.meta[PREPARED] = prepared.name
+        return result
+
+    def shaped_like_output(self, fused: fx.Node) -> fx.Node:
+        """``fused`` [T, H] in the shape of the node that it replaces."""
+        shape = self.match.output.meta["val"].shape
+        if len(shape) == 2:
+            return fused
+        hidden = self.match.operands[Operand.HIDDEN]
+        sizes: list[int | fx.Node] = []
+        for axis, size in enumerate(shape):
+            if isinstance(size, int):
+                sizes.append(size)
+            elif sum(not isinstance(s, int) for s in shape) == 1:
+                sizes.append(-1)
+            else:
+                assert hidden.meta["val"].shape == shape, "an output with several symbolic axes is shaped like hidden"
+                sizes.append(self.call(aten.sym_size.int, hidden, axis))
+        return self.call(aten.reshape.default, fused, sizes)
+
+
+def _canonical_shape(operand: Operand, spec: MoESpec, value: torch.Tensor) -> tuple[int, ...] | None:
+    """The shape kernels expect (-1 for tokens), None where the node's own shape is right by definition."""
+    experts, fmt = spec.num_experts, spec.weight_format
+    rows, columns = spec.w13_rows, spec.hidden_size
+    if operand in (Operand.W2, Operand.W2_SCALE, Operand.W2_GLOBAL, Operand.W2_BIAS):
+        rows, columns = spec.hidden_size, spec.intermediate_size
+    if operand is Operand.HIDDEN:
+        return None if value.ndim == 2 else (-1, spec.hidden_size)
+    if operand in (Operand.TOPK_IDS, Operand.TOPK_WEIGHTS):
+        return None if value.ndim == 2 and value.shape[1] == spec.top_k else (-1, spec.top_k)
+    if operand in (Operand.W13, Operand.W2):
+        return experts, rows, columns // 2
+    if operand in (Operand.W13_SCALE, Operand.W2_SCALE):
+        return experts, rows, columns // fmt.block_size
+    if operand in (Operand.W13_GLOBAL, Operand.W2_GLOBAL):
+        if value.numel() == experts * rows:
+            return experts, rows
+        assert value.numel() in (1, experts), f"global scale {tuple(value.shape)} is per tensor, expert or row"
+        return value.numel(), 1
+    if operand in (Operand.W13_BIAS, Operand.W2_BIAS):
+        return experts, rows
+    return None

@@ -1,0 +1,230 @@
+"""What happened to each block: for people (``str``), for tools (``to_json``), for logs and dumps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from .device import DeviceInfo
+from .matching import Match, NearMiss, SourceLocation
+from .select import Selection
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SiteReport:
+    """One recognised block.
+
+    Attributes:
+        bytes_before: codes and block scales as the model holds them.
+        bytes_dense: what the graph as written would materialise in each call (all experts, dequantised).
+        bytes_prepared: kernel-ready copies that folding keeps beside the originals (0: canonical layout).
+    """
+
+    where: SourceLocation
+    pattern: str
+    grade: str
+    selection: Selection
+    nodes_replaced: int
+    bytes_before: int
+    bytes_dense: int
+    bytes_prepared: int = 0
+
+    @classmethod
+    def of(cls, match: Match, selection: Selection, bytes_prepared: int) -> SiteReport:
+        spec = match.spec
+        weights = spec.num_experts * spec.hidden_size * (spec.w13_rows + spec.intermediate_size)
+        return cls(
+            where=match.where,
+            pattern=match.pattern,
+            grade=match.grade,
+            selection=selection,
+            nodes_replaced=len(match.nodes) if selection.chosen else 0,
+            bytes_before=spec.packed_bytes,
+            bytes_dense=weights * spec.act_dtype.itemsize,
+            bytes_prepared=bytes_prepared,
+        )
+
+    @property
+    def lowered(self) -> bool:
+        return self.selection.chosen is not None
+
+    def to_json(self) -> dict[str, Any]:
+        selection = self.selection
+        return {
+            "where": _location_json(self.where),
+            "pattern": self.pattern,
+            "grade": self.grade,
+            "spec": str(selection.spec),
+            "device": str(selection.device),
+            "backend": selection.chosen,
+            "layout": selection.plan.layout if selection.plan else None,
+            "op": selection.plan.op if selection.plan else None,
+            "verdicts": [
+                {
+                    "backend": verdict.backend,
+                    "ok": verdict.ok,
+                    "reasons": [
+                        {"code": r.code.name, "need": r.need, "got": r.got, "hint": r.hint} for r in verdict.reasons
+                    ],
+                }
+                for verdict in selection.verdicts
+            ],
+            "nodes_replaced": self.nodes_replaced,
+            "bytes": {"packed": self.bytes_before, "dense": self.bytes_dense, "prepared": self.bytes_prepared},
+        }
+
+
+@dataclass(slots=True)
+class LoweringReport:
+    """Everything recognition and selection decided, over all graphs of a model, in order."""
+
+    device: DeviceInfo | None = None
+    sites: list[SiteReport] = field(default_factory=list)
+    near_misses: list[NearMiss] = field(default_factory=list)
+    num_graphs: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_lowered(self) -> int:
+        return sum(site.lowered for site in self.sites)
+
+    def add(self, other: LoweringReport) -> None:
+        """Append the report of another graph of the same model."""
+        self.device = self.device or other.device
+        self.sites += other.sites
+        self.near_misses += other.near_misses
+        self.num_graphs += other.num_graphs
+        self.notes += [note for note in other.notes if note not in self.notes]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "device": str(self.device) if self.device else None,
+            "num_graphs": self.num_graphs,
+            "sites": [site.to_json() for site in self.sites],
+            "near_misses": [
+                {
+                    "anchor": miss.anchor,
+                    "pattern": miss.pattern,
+                    "reason": miss.reason,
+                    "progress": miss.progress,
+                    "packed_bytes": miss.packed_bytes,
+                    "where": _location_json(miss.where),
+                }
+                for miss in self.near_misses
+            ],
+            "notes": self.notes,
+        }
+
+    def __str__(self) -> str:
+        graphs = f"{self.num_graphs} graph{'' if self.num_graphs == 1 else 's'}"
+        lines = [
+            f"fp4moe on {self.device or 'no device'}: {self.num_lowered} of {len(self.sites)} MoE blocks lowered, "
+            f"{len(self.near_misses)} FP4 weights left behind, {graphs}"
+        ]
+        lines += [text for group in _group_sites(self.sites) for text in _site_lines(*group)]
+        for miss in self.near_misses:
+            lines.append(f"  left behind: {miss.anchor} ({_size(miss.packed_bytes)} packed) at {miss.where}")
+            lines.append(f"    nearest pattern {miss.pattern}: {miss.reason}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _group_sites(sites: list[SiteReport]) -> list[tuple[SiteReport, list[SiteReport]]]:
+    """Runs of blocks that differ only in where they stand."""
+    groups: list[tuple[SiteReport, list[SiteReport]]] = []
+    for site in sites:
+        if groups and groups[-1][0].selection == site.selection and groups[-1][0].pattern == site.pattern:
+            groups[-1][1].append(site)
+        else:
+            groups.append((site, [site]))
+    return groups
+
+
+def _site_lines(first: SiteReport, members: list[SiteReport]) -> list[str]:
+    selection = first.selection
+    names = first.where.module or "block"
+    if len(members) > 1:
+        names = f"{names} … {members[-1].where.module or 'block'} ({len(members)} blocks)"
+    prepared = f", prepared {_size(first.bytes_prepared)}" if first.bytes_prepared else ""
+    lines = [
+        f"  {names}",
+        f"    at       {first.where.file}:{first.where.line}" if first.where.file else "    at       unknown source",
+        f"    found    {first.pattern}, grade {first.grade}, {first.nodes_replaced} nodes",
+        f"    spec     {selection.spec}",
+        f"    runs on  {selection.chosen} ({selection.plan.op}, layout {selection.plan.layout})"
+        if selection.chosen and selection.plan
+        else "    runs on  nothing: left as written, every call dequantises all experts",
+        f"    bytes    {_size(first.bytes_before)} packed{prepared}; as written {_size(first.bytes_dense)} a call",
+    ]
+    for verdict in selection.verdicts:
+        if verdict.backend != selection.chosen:
+            answer = "willing" if verdict.ok else "; ".join(map(str, verdict.reasons))
+            lines.append(f"    not      {verdict.backend}: {answer}")
+    return lines
+
+
+def _location_json(where: SourceLocation) -> dict[str, Any]:
+    return {"module": where.module, "file": where.file, "line": where.line, "code": where.code}
+
+
+def _size(num_bytes: int) -> str:
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= step:
+            return f"{num_bytes / step:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def log_report(report: LoweringReport) -> None:
+    """One INFO line a block, verdicts at DEBUG, a WARNING only where a wish was not met."""
+    for site in report.sites:
+        selection = site.selection
+        if site.lowered:
+            logger.info("%s: %s → %s [%s]", site.where, site.pattern, selection.chosen, selection.spec)
+        else:
+            refusals = "; ".join(map(str, selection.verdicts))
+            logger.warning("%s: no backend runs %s, left as written: %s", site.where, selection.spec, refusals)
+        for verdict in selection.verdicts:
+            logger.debug("%s: %s", site.where, verdict)
+    for miss in report.near_misses:
+        logger.warning(
+            "%s: FP4 weight %s feeds no recognised MoE block and is dequantised whole in every call (%s: %s)",
+            miss.where,
+            miss.anchor,
+            miss.pattern,
+            miss.reason,
+        )
+    for note in report.notes:
+        logger.warning("%s", note)
+
+
+def dump_graph(name: str, gm: fx.GraphModule) -> None:
+    """Show a graph in depyf dumps, in ``TORCH_LOGS="+fp4_inductor"`` and in tlparse."""
+    from torch._dynamo.utils import lazy_format_graph_code
+    from torch._logging import trace_structured
+
+    gm.recompile()
+    # depyf listens to this call, not to the log level, so it is made also where nothing is logged.
+    logger.debug("%s", lazy_format_graph_code(name, gm, include_stride=True, include_device=True))
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name.lower().replace(" ", "_"), "encoding": "string"},
+        payload_fn=lambda: gm.print_readable(print_output=False),
+    )
+
+
+def dump_report(report: LoweringReport) -> None:
+    """Put the report beside the graphs in tlparse."""
+    import json
+
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "fp4moe_report", "encoding": "json"},
+        payload_fn=lambda: json.dumps(report.to_json()),
+    )

@@ -1,0 +1,57 @@
+"""Choose a kernel backend for a block: every backend is asked, and every answer is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .backends import BACKENDS
+from .device import DeviceInfo
+from .errors import NoBackendError, UnknownNameError
+from .options import Options
+from .plan import KernelPlan
+from .reasons import Verdict
+from .spec import MoESpec
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """``chosen`` and ``plan`` are None where no backend is willing."""
+
+    spec: MoESpec
+    device: DeviceInfo
+    chosen: str | None
+    plan: KernelPlan | None
+    verdicts: tuple[Verdict, ...]
+
+
+def select(spec: MoESpec, device: DeviceInfo, options: Options, where: str = "") -> Selection:
+    """The best willing backend for ``spec`` on ``device``.
+
+    A backend that ``options`` names is used or refused, never replaced. Otherwise the willing ones
+    compete by rank; a rank of 0 or less is for backends that run only when named.
+
+    Raises:
+        UnknownNameError: ``options.backend`` does not exist.
+        NoBackendError: the named backend refuses, or none is willing and ``on_unsupported="error"``.
+    """
+    by_name = {backend.name: backend for backend in BACKENDS}
+    if options.backend is not None and options.backend not in by_name:
+        raise UnknownNameError("reading option fp4moe.backend", options.backend, by_name)
+    verdicts = tuple(backend.check(spec, device) for backend in BACKENDS)
+    willing = [by_name[verdict.backend] for verdict in verdicts if verdict.ok]
+    if options.backend is not None:
+        willing = [backend for backend in willing if backend.name == options.backend]
+    else:
+        willing = [backend for backend in willing if backend.rank(spec, device) > 0]
+    if willing:
+        best = max(willing, key=lambda backend: backend.rank(spec, device))
+        return Selection(spec, device, best.name, best.plan(spec, device), verdicts)
+    if options.backend is not None or options.on_unsupported == "error":
+        raise NoBackendError(
+            f"choosing a kernel backend for {spec}",
+            needed=f"backend {options.backend!r} to run it" if options.backend else "a willing backend",
+            got="\n    ".join(["refusals:", *map(str, verdicts)]),
+            where=where,
+            now="name another fp4moe.backend, or leave it out and set fp4moe.on_unsupported='keep'",
+        )
+    return Selection(spec, device, None, None, verdicts)
