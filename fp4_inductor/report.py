@@ -138,11 +138,21 @@ def _group_sites(sites: list[SiteReport]) -> list[tuple[SiteReport, list[SiteRep
     """Runs of blocks that differ only in where they stand."""
     groups: list[tuple[SiteReport, list[SiteReport]]] = []
     for site in sites:
-        if groups and groups[-1][0].selection == site.selection and groups[-1][0].pattern == site.pattern:
+        if groups and _same_decision(groups[-1][0], site):
             groups[-1][1].append(site)
         else:
             groups.append((site, [site]))
     return groups
+
+
+def _same_decision(a: SiteReport, b: SiteReport) -> bool:
+    return (a.pattern, a.grade, a.selection.spec, a.selection.verdicts, a.selection.chosen) == (
+        b.pattern,
+        b.grade,
+        b.selection.spec,
+        b.selection.verdicts,
+        b.selection.chosen,
+    )
 
 
 def _site_lines(first: SiteReport, members: list[SiteReport]) -> list[str]:

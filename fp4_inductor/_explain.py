@@ -1,0 +1,56 @@
+"""``explain``: what would happen to a model, here or on a device that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .device import DeviceInfo
+from .options import Options, split_options
+from .report import LoweringReport
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    device: str | DeviceInfo | None = None,
+    options: dict[str, Any] | Options | None = None,
+    dynamic: bool | None = None,
+    **kwargs: Any,
+) -> LoweringReport:
+    """Trace ``model(*args, **kwargs)`` once and report what the ``fp4moe`` backend makes of it.
+
+    The graphs run as written (no kernel is compiled), so a model may be explained on a CPU for a GPU.
+
+    Args:
+        model: module or function, uncompiled.
+        device: "sm_90", "sm_100", "cpu" ..., or a ``DeviceInfo``; by default the device of the activations.
+        options: as for ``torch.compile``, only ``fp4moe.*`` keys; or an ``Options``.
+        dynamic: as for ``torch.compile``.
+
+    Returns:
+        Blocks found with their chosen backend and every refusal, near misses, bytes. ``print`` it, or
+        take ``to_json()``.
+
+    Raises:
+        UnknownNameError: unknown device or option.
+    """
+    from .dynamo_backend import compile_with
+
+    target = DeviceInfo.parse(device) if isinstance(device, str) else device
+    chosen = options if isinstance(options, Options) else split_options(options)[0]
+    report = LoweringReport(target)
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any], **_unused: Any) -> Callable[..., Any]:
+        return compile_with(gm, example_inputs, chosen, device=target, on_report=report.add, generate_code=False)
+
+    # A model that was compiled in place would run its own compiled code inside our trace.
+    function = model.forward if isinstance(model, torch.nn.Module) else model
+    traced = torch.compile(function, backend=backend, dynamic=dynamic)
+    with torch.no_grad():
+        traced(*args, **kwargs)
+    if not report.sites and not report.near_misses:
+        report.notes.append("no FP4 weights reached a graph: is the model quantised, and do its experts trace?")
+    return report

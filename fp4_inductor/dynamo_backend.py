@@ -1,0 +1,185 @@
+"""The ``fp4moe`` door: ``torch.compile(model, backend="fp4moe", options={...})``.
+
+Everything but the MoE blocks is Inductor's: this wraps the ``inner_compile`` of ``compile_fx``, where the
+graph is functional and decomposed and Inductor's cache has not been asked yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .device import DeviceInfo
+from .fold import FoldedCall, fold
+from .lowering_pass import lower
+from .options import Options, split_options
+from .report import LoweringReport, dump_graph, dump_report
+
+logger = logging.getLogger(__name__)
+
+
+def fp4moe(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **_unused: Any,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with Inductor, its FP4 MoE blocks lowered to fused ops.
+
+    Args:
+        mode: as for Inductor. ``torch.compile`` refuses ``mode`` beside ``options``; then say
+            ``options={"mode": ...}``.
+        options: ``fp4moe.*`` keys are fields of ``Options``; the rest is Inductor's.
+
+    Raises:
+        UnknownNameError, InvalidOptionError: a bad ``fp4moe.*`` option.
+        NoBackendError, UnmatchedError: a wish that cannot be met, see ``Options``.
+    """
+    ours, inductors = split_options(options)
+    mode = inductors.pop("mode", mode)
+    return compile_with(gm, example_inputs, ours, mode=mode, inductor_options=inductors)
+
+
+def compile_with(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    *,
+    mode: str | None = None,
+    inductor_options: Mapping[str, Any] | None = None,
+    device: DeviceInfo | None = None,
+    on_report: Callable[[LoweringReport], None] | None = None,
+    generate_code: bool = True,
+) -> Callable[..., Any]:
+    """``fp4moe`` with the doors' extras.
+
+    Args:
+        device: choose kernels for this device instead of the one that holds the activations.
+        on_report: is given each graph's report.
+        generate_code: False stops after lowering and runs the graph as written.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    wrapper = torch._TorchCompileInductorWrapper(mode=mode, options=dict(inductor_options or {}), dynamic=None)
+    patches = {**wrapper.config, **_our_patches(options, wrapper.config)}
+    user_tuning = wrapper.config.get("coordinate_descent_tuning", config.coordinate_descent_tuning)
+    inner = functools.partial(
+        _inner_compile,
+        options=options,
+        device=device,
+        on_report=on_report,
+        generate_code=generate_code,
+        later_patches={"coordinate_descent_tuning": user_tuning},
+    )
+    # A hit in AOTAutograd's cache never comes back to us, so where a report is owed it stays off.
+    # A bundled cache would try to store our callable.
+    use_cache = functorch_config.enable_autograd_cache and generate_code and not functorch_config.bundled_autograd_cache
+    with functorch_config.patch(enable_autograd_cache=use_cache):
+        compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+    return compiled
+
+
+def _our_patches(options: Options, user: Mapping[str, Any]) -> dict[str, Any]:
+    from torch._inductor import config
+
+    from .post_grad_pass import CacheKeyPass
+
+    users_pass = user.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    return {
+        "post_grad_custom_pre_pass": CacheKeyPass(options, users_pass),
+        # Freezing would turn packed weights into dense constants before anybody can recognise them.
+        "freezing": False,
+        # It makes AOTAutograd decompose a gathered bmm into mul and sum on CUDA, which hides the expert
+        # GEMM; it is given back before Inductor generates code.
+        "coordinate_descent_tuning": False,
+    }
+
+
+def _inner_compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Options,
+    device: DeviceInfo | None,
+    on_report: Callable[[LoweringReport], None] | None,
+    generate_code: bool,
+    later_patches: dict[str, Any],
+    **kwargs: Any,
+) -> Any:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    compile_inner = config.patch(later_patches)(compile_fx_inner)
+    as_written = None if generate_code else fx.GraphModule(gm, _copy_graph(gm))
+    report = LoweringReport(device)
+    if _may_rewrite(gm, kwargs, report):
+        report = _lower(gm, options, device)
+    if on_report is not None:
+        on_report(report)
+    if as_written is not None:
+        return torch._dynamo.utils.make_boxed_func(as_written.forward)  # type: ignore[attr-defined]
+    if not report.num_lowered:
+        return compile_inner(gm, example_inputs, **kwargs)
+    folding = fold(gm, example_inputs, kwargs.get("static_input_idxs", ()))
+    dump_graph("FP4MOE AFTER", gm)
+    kwargs["static_input_idxs"] = list(folding.static_input_idxs)
+    return FoldedCall(folding, compile_inner(gm, list(folding.example_inputs), **kwargs))
+
+
+def _lower(gm: fx.GraphModule, options: Options, device: DeviceInfo | None) -> LoweringReport:
+    dump_graph("FP4MOE BEFORE", gm)
+    report = lower(gm.graph, options, device)
+    gm.recompile()
+    dump_report(report)
+    return report
+
+
+def _may_rewrite(gm: fx.GraphModule, kwargs: Mapping[str, Any], report: LoweringReport) -> bool:
+    """Only whole inference graphs: a fused op has no gradient."""
+    from torch._inductor import config
+
+    if kwargs.get("is_backward", False):
+        return False
+    if kwargs.get("is_inference", False) and config.use_post_grad_passes:
+        return True
+    from .matching import find_anchors
+
+    if anchors := find_anchors(gm.graph):
+        cause = (
+            "a graph that needs gradients is compiled as written; "
+            "call the model under torch.no_grad() or torch.inference_mode()"
+            if not kwargs.get("is_inference", False)
+            else 'mode="lite" skips graph passes, so the graph is compiled as written'
+        )
+        note = f"{len(anchors)} FP4 weights found, but {cause}"
+        report.notes.append(note)
+        _warn_once(note)
+    return False
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def _copy_graph(gm: fx.GraphModule) -> fx.Graph:
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, {})
+    graph.output(output)
+    return graph
+
+
+def _reset() -> None:
+    _warn_once.cache_clear()
+
+
+fp4moe.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it

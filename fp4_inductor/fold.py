@@ -1,0 +1,233 @@
+"""Weight re-layout as constants that stay true.
+
+``fold`` cuts the re-layout sub-graphs that ``emit`` wrote (recipes) out of a graph and gives the graph
+their results as extra static inputs. Values never enter a compiled artefact: a recipe runs on the
+weights that a call brings, once per weight, and its result is kept beside that weight for as long as
+the weight lives and is unchanged. So one compiled graph serves many models, a warm compile cache
+serves other weights, and in-place updates are seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from tqdm import tqdm
+
+from .emit import PREPARED
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A prepared tensor as a function of weights.
+
+    Attributes:
+        key: text of the function; equal keys compute the same from the same tensors.
+        function: sources to prepared tensor.
+        sources: indices into the arguments of the unfolded graph.
+    """
+
+    name: str
+    key: str
+    function: fx.GraphModule
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Folding:
+    """How a folded graph's inputs come from the unfolded graph's: kept ones, then one per recipe."""
+
+    kept: tuple[int, ...]
+    recipes: tuple[Recipe, ...]
+    example_inputs: tuple[Any, ...]
+    static_input_idxs: tuple[int, ...]
+
+
+def fold(gm: fx.GraphModule, example_inputs: Sequence[Any], static_input_idxs: Iterable[int]) -> Folding:
+    """Turn the prepared nodes of ``gm`` into placeholders, in place.
+
+    A re-layout that reads anything but static inputs stays in the graph.
+
+    Args:
+        gm: graph with nodes marked by ``emit``.
+        example_inputs: fake inputs, in placeholder order.
+        static_input_idxs: inputs whose storage outlives the call (parameters, buffers).
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    index = {node: i for i, node in enumerate(placeholders)}
+    static = set(static_input_idxs)
+    recipes: list[Recipe] = []
+    folded: dict[tuple[str, tuple[int, ...]], fx.Node] = {}
+    for node in [n for n in gm.graph.nodes if PREPARED in n.meta]:
+        recipe = _cut_recipe(node, index)
+        if recipe is None or not static.issuperset(recipe.sources):
+            continue
+        if (recipe.key, recipe.sources) not in folded:
+            folded[recipe.key, recipe.sources] = _add_placeholder(gm.graph, f"{PREPARED}_{recipe.name}", node)
+            recipes.append(recipe)
+        node.replace_all_uses_with(folded[recipe.key, recipe.sources])
+    gm.graph.eliminate_dead_code()
+    unused = {index[n] for n in placeholders if not n.users and index[n] in static}
+    dropped = {i for recipe in recipes for i in recipe.sources} & unused
+    for i in dropped:
+        gm.graph.erase_node(placeholders[i])
+    gm.graph.lint()
+    gm.recompile()
+    kept = tuple(i for i in range(len(placeholders)) if i not in dropped)
+    new_inputs = [node.meta["val"] for node in folded.values()]
+    return Folding(
+        kept=kept,
+        recipes=tuple(recipes),
+        example_inputs=tuple([example_inputs[i] for i in kept] + new_inputs),
+        static_input_idxs=tuple(
+            [j for j, i in enumerate(kept) if i in static] + list(range(len(kept), len(kept) + len(recipes)))
+        ),
+    )
+
+
+def _cut_recipe(node: fx.Node, index: dict[fx.Node, int]) -> Recipe | None:
+    """The sub-graph that computes ``node`` from placeholders, under canonical names."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    sources: list[int] = []
+    for member in _topological_cone(node):
+        if member.op == "placeholder":
+            env[member] = graph.placeholder(f"weight_{len(sources)}")
+            sources.append(index[member])
+        elif member.op == "call_function":
+            args = fx.map_arg(member.args, env.__getitem__)
+            kwargs = fx.map_arg(member.kwargs, env.__getitem__)
+            env[member] = graph.call_function(member.target, args, kwargs)
+        else:
+            return None
+    graph.output(env[node])
+    # Placeholders first: the text is a key, and a function's arguments precede its body.
+    for position, source in enumerate(graph.find_nodes(op="placeholder")):
+        assert source.target == f"weight_{position}"
+    return Recipe(node.meta[PREPARED], str(graph), fx.GraphModule({}, graph), tuple(sources))
+
+
+def _topological_cone(node: fx.Node) -> list[fx.Node]:
+    """Every ancestor of ``node`` and itself, placeholders first, in an order that depends only on structure."""
+    order: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    stack = [(node, False)]
+    while stack:
+        current, done = stack.pop()
+        if done:
+            order.append(current)
+        elif current not in seen:
+            seen.add(current)
+            stack.append((current, True))
+            stack += [(parent, False) for parent in reversed(current.all_input_nodes)]
+    return sorted(order, key=lambda member: member.op != "placeholder")
+
+
+def _add_placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node.meta["val"] = like.meta["val"]
+    return node
+
+
+class PreparedWeight:
+    """The result of one recipe on one set of weights."""
+
+    __slots__ = ("_sources", "_stamps", "value")
+
+    def __init__(self, recipe: Recipe, sources: Sequence[torch.Tensor], forget: Callable[[object], None]) -> None:
+        self._sources = [weakref.ref(source, forget) for source in sources]
+        self._stamps = [stamp(source) for source in sources]
+        with torch.inference_mode(False), torch.no_grad():
+            value: torch.Tensor = recipe.function(*sources)
+            # An alias of its source would outlive it, and would be counted twice.
+            storage = value.untyped_storage().data_ptr()
+            aliases = any(storage == source.untyped_storage().data_ptr() for source in sources)
+            self.value: torch.Tensor | None = value.clone() if aliases else value
+
+    def is_current(self, sources: Sequence[torch.Tensor]) -> bool:
+        return self.value is not None and all(
+            ref() is source and old == stamp(source)
+            for ref, source, old in zip(self._sources, sources, self._stamps, strict=True)
+        )
+
+
+def stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes with every in-place update, ``load_state_dict`` and ``.data =`` that can be seen from outside.
+
+    ``param.data.copy_(...)`` cannot: it bumps no version and moves no storage.
+    """
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
+class PreparedWeights:
+    """All prepared weights of the process, shared by every compiled graph."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, tuple[int, ...]], PreparedWeight] = {}
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, recipe: Recipe, sources: Sequence[torch.Tensor]) -> PreparedWeight:
+        """The recipe's result on ``sources``: kept, or made now."""
+        key = (recipe.key, tuple(map(id, sources)))
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or not entry.is_current(sources):
+                self._forget(key)  # free the stale copy before the new one is made
+                entry = self._entries[key] = PreparedWeight(recipe, sources, lambda _: self._forget(key))
+            return entry
+
+    def _forget(self, key: tuple[str, tuple[int, ...]]) -> None:
+        """Drop the bytes too: compiled graphs hold on to entries, and must not keep a dead model's weights."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            entry.value = None
+
+
+PREPARED_WEIGHTS = PreparedWeights()
+
+
+class FoldedCall:
+    """A compiled folded graph, callable with the arguments of the unfolded one."""
+
+    _boxed_call = True
+
+    def __init__(self, folding: Folding, compiled: Callable[[list[Any]], Any]) -> None:
+        self._kept, self._recipes, self._compiled = folding.kept, folding.recipes, compiled
+        self._sources = sorted({i for recipe in folding.recipes for i in recipe.sources})
+        self._seen: list[tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = []
+        self._entries: list[PreparedWeight] = []
+
+    def __call__(self, args: list[Any]) -> Any:
+        if not self._unchanged(args):
+            self._prepare(args)
+        inputs = [args[i] for i in self._kept]
+        inputs += [entry.value for entry in self._entries]
+        args.clear()
+        return self._compiled(inputs)
+
+    def _unchanged(self, args: list[Any]) -> bool:
+        """Whether the weights are those of the previous call: the path of every call but the first."""
+        if not self._seen:
+            return False
+        for i, (ref, old) in zip(self._sources, self._seen, strict=True):
+            weight = args[i]
+            if ref() is not weight or old != stamp(weight):
+                return False
+        return True
+
+    def _prepare(self, args: list[Any]) -> None:
+        self._seen, self._entries = [], []
+        # One recipe at a time, so that the peak above the prepared weights is one weight's temporaries.
+        bar = tqdm(self._recipes, desc="preparing FP4 weights", unit="tensor", disable=None, delay=2, leave=False)
+        self._entries = [PREPARED_WEIGHTS.get(recipe, [args[i] for i in recipe.sources]) for recipe in bar]
+        self._seen = [(weakref.ref(args[i]), stamp(args[i])) for i in self._sources]

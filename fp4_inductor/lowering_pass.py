@@ -1,0 +1,82 @@
+"""The whole way of a graph on one screen: match, describe, select, re-layout and emit, fold, report.
+
+    fx.Graph ─match→ Match(MoESpec) ─select→ Selection(KernelPlan) ─emit→ fx nodes ─fold→ prepared weights
+
+Inductor compiles what comes out. The doors (``dynamo_backend``, ``post_grad_pass``, ``_explain``)
+only decide when this runs and what happens with the folded weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .device import DeviceInfo
+from .emit import PREPARED, emit_plan
+from .errors import UnmatchedError
+from .matching import Match, Recognition, find_matches
+from .options import Options
+from .report import LoweringReport, SiteReport, log_report
+from .select import Selection, select
+from .spec import Operand
+
+
+def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None) -> LoweringReport:
+    """Rewrite every recognised MoE block of ``graph`` in place and say what was decided.
+
+    Args:
+        graph: functional ATen, with fake values in ``meta["val"]``.
+        options: how blocks are lowered.
+        device: choose kernels for this device; by default for the one that holds the activations.
+
+    Raises:
+        NoBackendError, UnknownNameError: see ``select``.
+        UnmatchedError: ``strict`` or ``expect_matches`` is not met. The graph is untouched.
+    """
+    found = find_matches(graph)
+    check_wishes(found, options)
+    chosen = [(match, _select(match, options, device)) for match in found.matches[: options.max_sites]]
+    report = LoweringReport(device, near_misses=list(found.near_misses), num_graphs=1)
+    for match, selection in chosen:
+        prepared = _emit(graph, match, selection)
+        report.sites.append(SiteReport.of(match, selection, prepared))
+        report.device = report.device or selection.device
+    graph.eliminate_dead_code()
+    log_report(report)
+    return report
+
+
+def check_wishes(found: Recognition, options: Options) -> None:
+    """Refuse a graph that the user asked to be lowered more completely than recognition can."""
+    if options.strict and found.near_misses:
+        misses = [f"{miss.anchor} at {miss.where}: {miss.pattern}: {miss.reason}" for miss in found.near_misses]
+        raise UnmatchedError(
+            "lowering with fp4moe.strict",
+            needed="every FP4 weight in a recognised MoE block",
+            got="\n    ".join([f"{len(misses)} left behind:", *misses]),
+            now="rewrite the block in a recognised form, or leave fp4moe.strict out",
+        )
+    has_fp4 = bool(found.matches or found.near_misses)
+    if options.expect_matches is not None and has_fp4 and len(found.matches) != options.expect_matches:
+        raise UnmatchedError(
+            "lowering with fp4moe.expect_matches",
+            needed=f"{options.expect_matches} MoE blocks in each graph that holds FP4 weights",
+            got=f"{len(found.matches)}: {', '.join(str(match.where) for match in found.matches) or 'none'}",
+            now="see fp4_inductor.explain(model, *args) for what was found and why the rest was not",
+        )
+
+
+def _select(match: Match, options: Options, device: DeviceInfo | None) -> Selection:
+    if device is None:
+        hidden: torch.Tensor = match.operands[Operand.HIDDEN].meta["val"]
+        device = DeviceInfo.current(hidden.device)
+    return select(match.spec, device, options, where=str(match.where))
+
+
+def _emit(graph: fx.Graph, match: Match, selection: Selection) -> int:
+    """Write the chosen plan into the graph; returns the bytes of its prepared weights."""
+    if selection.plan is None or selection.chosen is None:
+        return 0
+    fused = emit_plan(graph, match, selection.plan, selection.chosen)
+    values = [node.meta["val"] for node in fused.all_input_nodes if PREPARED in node.meta]
+    return sum(value.numel() * value.element_size() for value in values)
