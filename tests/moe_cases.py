@@ -1,0 +1,147 @@
+"""Random blocks for every backend's tests: a spec and canonical operands that fit it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fp4_inductor.formats import BlockFormat
+from fp4_inductor.reference import moe_reference
+from fp4_inductor.spec import RUNTIME, ActivationSpec, GateUpOrder, MoESpec, Operand
+
+SWIGLU = ActivationSpec("silu")
+CLAMPED_SWIGLU = ActivationSpec("silu", alpha=1.702, beta=1.0, limit=2.0)
+"""The gpt-oss activation; the limit is low so that random inputs reach it."""
+
+
+@dataclass(frozen=True)
+class MoECase:
+    spec: MoESpec
+    operands: Mapping[Operand, torch.Tensor]
+
+    def reference(self) -> torch.Tensor:
+        """[T, H] float64, from a CPU copy of the operands."""
+        return moe_reference(self.spec, {operand: tensor.cpu() for operand, tensor in self.operands.items()})
+
+
+def make_case(
+    fmt: BlockFormat,
+    *,
+    num_tokens: int = 7,
+    num_experts: int = 5,
+    top_k: int = 2,
+    hidden_size: int = 128,
+    intermediate_size: int = 96,
+    activation: ActivationSpec = SWIGLU,
+    act_dtype: torch.dtype = torch.bfloat16,
+    weights_dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype | None = None,
+    ids_dtype: torch.dtype = torch.int64,
+    w13_order: GateUpOrder = GateUpOrder.GATE_UP,
+    bias: bool = False,
+    bias_dtype: torch.dtype | None = None,
+    global_scale: Literal["tensor", "expert", "row"] = "row",
+    outside_ids: bool = False,
+    idle_expert: bool = True,
+    amplitude: float = 1.0,
+    scalars: tuple[float, float, float] = (1.702, 1.0, 2.0),
+    seed: int = 0,
+    device: str = "cpu",
+) -> MoECase:
+    """A random block whose gate, up and output values are of order ``amplitude``.
+
+    Args:
+        global_scale: how finely global scales differ (formats that have one).
+        outside_ids: some ids lie outside [0, E), and token 0 has no expert at all.
+        idle_expert: one expert gets no token (where top_k leaves one free).
+        scalars: values of alpha, beta and limit where the activation declares them RUNTIME.
+    """
+    spec = MoESpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        weight_format=fmt,
+        activation=activation,
+        act_dtype=act_dtype,
+        weights_dtype=weights_dtype,
+        out_dtype=act_dtype if out_dtype is None else out_dtype,
+        w13_order=w13_order,
+        has_w13_bias=bias,
+        has_w2_bias=bias,
+    )
+    rng = torch.Generator(device).manual_seed(seed)
+    ids = random_ids(num_tokens, spec, rng, idle=idle_expert, outside=outside_ids)
+    weights = torch.rand(num_tokens, top_k, generator=rng, device=device) + 0.1
+    operands = {
+        Operand.HIDDEN: (torch.randn(num_tokens, hidden_size, generator=rng, device=device) * amplitude).to(act_dtype),
+        Operand.TOPK_IDS: ids.to(ids_dtype),
+        Operand.TOPK_WEIGHTS: (weights / weights.sum(-1, keepdim=True)).to(weights_dtype),
+        **random_weight("w13", num_experts, spec.w13_rows, hidden_size, fmt, rng, global_scale),
+        **random_weight("w2", num_experts, hidden_size, intermediate_size, fmt, rng, global_scale),
+    }
+    if bias:
+        dtype = act_dtype if bias_dtype is None else bias_dtype
+        for operand, rows in ((Operand.W13_BIAS, spec.w13_rows), (Operand.W2_BIAS, hidden_size)):
+            operands[operand] = torch.randn(num_experts, rows, generator=rng, device=device).to(dtype)
+    knobs = (activation.alpha, activation.beta, activation.limit)
+    for knob, operand, value in zip(knobs, (Operand.ALPHA, Operand.BETA, Operand.LIMIT), scalars, strict=True):
+        if knob is RUNTIME:
+            operands[operand] = torch.tensor(value, dtype=torch.float64)
+    return MoECase(spec, operands)
+
+
+def random_ids(num_tokens: int, spec: MoESpec, rng: torch.Generator, *, idle: bool, outside: bool) -> torch.Tensor:
+    """ids int64 [T, k], distinct for each token."""
+    priority = torch.rand(num_tokens, spec.num_experts, generator=rng, device=rng.device)
+    if idle and spec.num_experts > spec.top_k:
+        priority[:, spec.num_experts // 2] = -1
+    ids = priority.topk(spec.top_k, dim=-1).indices
+    if outside:
+        strange = torch.tensor([-1, spec.num_experts, spec.num_experts + 7], device=rng.device)
+        drawn = torch.randint(0, 3, ids.shape, generator=rng, device=rng.device)
+        dropped = torch.rand(ids.shape, generator=rng, device=rng.device) < 0.3
+        dropped[:1] = True
+        ids = torch.where(dropped, strange[drawn], ids)
+    return ids
+
+
+def random_weight(
+    name: str,
+    num_experts: int,
+    rows: int,
+    columns: int,
+    fmt: BlockFormat,
+    rng: torch.Generator,
+    global_scale: Literal["tensor", "expert", "row"] = "row",
+) -> dict[Operand, torch.Tensor]:
+    """Canonical codes, scales and globals: random bytes as codes, weights of standard deviation about 1/sqrt(K)."""
+    device = rng.device
+    shape = (num_experts, rows, columns // fmt.block_size)
+    typical = 1 / (2.93 * math.sqrt(columns))  # 2.93 is the standard deviation of a random e2m1 code
+    codes = torch.randint(0, 256, (num_experts, rows, columns // 2), generator=rng, device=device, dtype=torch.uint8)
+    operands = {Operand(name): codes}
+    if fmt.scale_encoding == "e8m0":
+        middle = 127 + round(math.log2(typical))
+        scale = torch.randint(middle - 3, middle + 2, shape, generator=rng, device=device, dtype=torch.uint8)
+    else:
+        # Bits 0x28..0x47 are 0.25..3.75: every mantissa, four exponents.
+        bits = torch.randint(0x28, 0x48, shape, generator=rng, device=device, dtype=torch.uint8)
+        scale = bits.view(fmt.scale_dtype)
+    operands[Operand(f"{name}_scale")] = scale
+    if fmt.has_global_scale:
+        size = {"tensor": (1, 1), "expert": (num_experts, 1), "row": (num_experts, rows)}[global_scale]
+        factor = torch.rand(size, generator=rng, device=device) + 0.5
+        operands[Operand(f"{name}_global")] = factor * (typical / (1.4 if fmt.scale_encoding == "e4m3" else 1))
+    return operands
+
+
+def poison_allocator(device: str = "cuda", num_bytes: int = 256 << 20) -> None:
+    """Fill memory that the caching allocator will hand out next with NaN bits, so that unwritten output shows."""
+    for size in (num_bytes, *(2**power for power in range(10, 25))):
+        block = torch.full((size // 4,), float("nan"), device=device)
+        del block
