@@ -1,0 +1,185 @@
+"""The weight carrier: a module whose expert parameters are packed and dequantise in its graph.
+
+``pack_parameter`` replaces one 3-D parameter ``w`` by parameters ``w_packed``, ``w_block_scale`` and,
+where the format has one, ``w_global_scale``, and turns ``w`` into a property that dequantises them.
+The module's forward is untouched: it reads ``self.w`` and computes what it always did, and a compiler
+sees the dequantisation in plain ops. The module becomes an instance of a subclass of its own class;
+equal layers share one subclass, so they also share compiled code.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .formats import BlockFormat
+from .quant import PackedTensors, dequantize
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A packed parameter: its name, its format, and whether the module stores it as ``[E, K, N]``."""
+
+    name: str
+    format: BlockFormat
+    transposed: bool = False
+
+    @property
+    def codes_name(self) -> str:
+        return f"{self.name}_packed"
+
+    @property
+    def scale_name(self) -> str:
+        return f"{self.name}_block_scale"
+
+    @property
+    def global_scale_name(self) -> str | None:
+        return f"{self.name}_global_scale" if self.format.has_global_scale else None
+
+    @property
+    def dtype_name(self) -> str:
+        """The attribute that holds the dtype to dequantise to."""
+        return f"{self.name}_dtype"
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        names = (self.codes_name, self.scale_name, self.global_scale_name)
+        return tuple(name for name in names if name is not None)
+
+
+def packed_weights(module: nn.Module) -> tuple[PackedWeight, ...]:
+    """The packed parameters of a module, empty for one that carries none."""
+    return module._packed_weights if isinstance(module, WeightCarrier) else ()
+
+
+def pack_parameter(module: nn.Module, weight: PackedWeight, tensors: PackedTensors, dtype: torch.dtype) -> None:
+    """Put packed tensors in the place of parameter ``weight.name``, in place.
+
+    Args:
+        module: holds the parameter as ``[E, N, K]``, or ``[E, K, N]`` where ``weight.transposed``.
+        tensors: canonical; codes ``uint8 [E, N, K/2]``, scale ``[E, N, K/bs]``, global scale ``float32 [E, 1]``.
+        dtype: of the weight that the module's forward will read.
+    """
+    carried = packed_weights(module)
+    base: type = module._unpacked_class if isinstance(module, WeightCarrier) else type(module)
+    del module._parameters[weight.name]
+    for name, tensor in zip(weight.tensor_names, (t for t in tensors if t is not None), strict=True):
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    setattr(module, weight.dtype_name, dtype)
+    module.__class__ = carrier_class(base, (*carried, weight))
+
+
+class WeightCarrier(nn.Module):
+    """What every carrier adds to its module's class. Instances are made by ``pack_parameter``."""
+
+    _packed_weights: tuple[PackedWeight, ...] = ()
+    _unpacked_class: type = nn.Module
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> WeightCarrier:
+        """Move packed tensors as bytes, so that ``.to(dtype)`` changes what they decode to, not them."""
+        packed = {id(self._parameters[name]) for weight in self._packed_weights for name in weight.tensor_names}
+        for weight in self._packed_weights:
+            device = self._parameters[weight.codes_name].device  # type: ignore[union-attr]
+            probe = fn(torch.empty(0, dtype=getattr(self, weight.dtype_name), device=device))
+            setattr(self, weight.dtype_name, probe.dtype)
+
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            return _apply_to_bytes(fn, tensor) if id(tensor) in packed else fn(tensor)
+
+        super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        for weight in self._packed_weights:
+            if name == weight.name:
+                _refuse_assignment(self, weight)
+        super().register_parameter(name, param)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Refuse other dtypes: copying them would convert numbers where bits are meant."""
+        for name in (name for weight in self._packed_weights for name in weight.tensor_names):
+            found, needed = state_dict.get(prefix + name), self._parameters[name]
+            if found is not None and needed is not None and found.dtype != needed.dtype:
+                error_msgs.append(f"dtype mismatch for {prefix + name}: needed {needed.dtype}, got {found.dtype}.")
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """The dynamic class has no importable name: pickle what it is made of."""
+        reduced: tuple[Any, ...] = tuple(super().__reduce_ex__(protocol))
+        return (_new_carrier, (self._unpacked_class, self._packed_weights), *reduced[2:])
+
+    def extra_repr(self) -> str:
+        lines = [super().extra_repr()]
+        for weight in self._packed_weights:
+            experts, rows, half = self._parameters[weight.codes_name].shape  # type: ignore[union-attr]
+            shape = [experts, 2 * half, rows] if weight.transposed else [experts, rows, 2 * half]
+            dtype = str(getattr(self, weight.dtype_name)).removeprefix("torch.")
+            lines.append(f"{weight.name}: {weight.format} {shape}, read as {dtype}")
+        return "\n".join(line for line in lines if line)
+
+
+@functools.cache
+def carrier_class(base: type, weights: tuple[PackedWeight, ...]) -> type[WeightCarrier]:
+    """The one subclass of ``base`` that carries ``weights``."""
+    namespace: dict[str, Any] = {weight.name: _weight_property(weight) for weight in weights}
+    namespace |= {
+        "__module__": base.__module__,
+        "__doc__": f"{base.__qualname__} with {', '.join(f'{w.name} in {w.format}' for w in weights)}.",
+        "_packed_weights": weights,
+        "_unpacked_class": base,
+    }
+    return type(f"Fp4{base.__name__}", (WeightCarrier, base), namespace)
+
+
+def _new_carrier(base: type, weights: tuple[PackedWeight, ...]) -> WeightCarrier:
+    cls = carrier_class(base, weights)
+    return cls.__new__(cls)
+
+
+def _weight_property(weight: PackedWeight) -> property:
+    fmt, transposed, global_scale_name = weight.format, weight.transposed, weight.global_scale_name
+    codes_name, scale_name, dtype_name = weight.codes_name, weight.scale_name, weight.dtype_name
+
+    def read(self: WeightCarrier) -> torch.Tensor:
+        global_scale = None if global_scale_name is None else getattr(self, global_scale_name)
+        values = dequantize(
+            getattr(self, codes_name), getattr(self, scale_name), global_scale, fmt, getattr(self, dtype_name)
+        )
+        return values.transpose(-2, -1) if transposed else values
+
+    def write(self: WeightCarrier, value: object) -> None:
+        _refuse_assignment(self, weight)
+
+    return property(read, write, doc=f"The weight that {codes_name} and its scales stand for.")
+
+
+def _refuse_assignment(module: WeightCarrier, weight: PackedWeight) -> None:
+    parts = ", ".join(weight.tensor_names)
+    raise AttributeError(
+        f"{type(module).__name__}.{weight.name} is computed from packed {weight.format} parameters and cannot be "
+        f"assigned: assign {parts}, or quantise the module after its weights are set."
+    )
+
+
+def _apply_to_bytes(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    as_bytes = tensor.view(torch.uint8)
+    moved = fn(as_bytes)
+    if moved.dtype != torch.uint8:  # Module.type converts integers, too
+        moved = as_bytes.to(moved.device)
+    return moved.view(tensor.dtype)
