@@ -1,0 +1,53 @@
+# On a machine with only Python 3.11 and pip, everything else goes into .venv:   make demo    make test
+# Where a Python already has torch and transformers, use that one as it is:      make test VENV= PYTHON=python3
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+WORKERS ?= 2
+ARGS ?=
+
+ifeq ($(strip $(VENV)),)
+RUN := $(PYTHON)
+READY := registered
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+# pytest-xdist is a convenience that a bare machine may lack.
+PARALLEL = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf '%s' "-n $(WORKERS) --dist worksteal")
+
+.PHONY: install demo test lint types build clean registered
+
+install: $(READY)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install "$$(grep '^torch==' constraints.txt)"
+	@# CUDA builds of torch bring the Triton they were built with; CPU builds bring none.
+	test "$$(uname)" != Linux || $(RUN) -c "import triton" 2>/dev/null || $(RUN) -m pip install triton==3.9.0
+	$(RUN) -m pip install --no-build-isolation -e '.[hf,inspect,dev]' -c constraints.txt
+	touch $@
+
+# torch.compile finds backend="fp4moe" through the metadata of an installed distribution, hence no bare PYTHONPATH.
+registered:
+	@cd / && $(RUN) -c "import importlib.metadata as m; m.distribution('fp4_inductor')" 2>/dev/null \
+		|| (cd "$(CURDIR)" && $(RUN) -m pip install --no-deps --no-build-isolation -e .)
+
+demo: $(READY)
+	$(RUN) examples/quickstart.py $(ARGS)
+
+test: $(READY)
+	$(RUN) -m pytest $(PARALLEL) $(ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+types: $(READY)
+	$(RUN) -m mypy
+
+build: $(READY)
+	$(RUN) -m build --no-isolation
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis depyf_dump
