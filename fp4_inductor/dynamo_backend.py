@@ -16,7 +16,7 @@ from torch import fx
 
 from .device import DeviceInfo
 from .fold import FoldedCall, fold
-from .lowering_pass import lower
+from .lowering_pass import Lowering, lower
 from .options import Options, split_options
 from .report import LoweringReport, dump_graph, dump_report
 
@@ -115,44 +115,46 @@ def _inner_compile(
     later_patches: dict[str, Any],
     **kwargs: Any,
 ) -> Any:
+    from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     compile_inner = config.patch(later_patches)(compile_fx_inner)
     as_written = None if generate_code else fx.GraphModule(gm, _copy_graph(gm))
-    report = LoweringReport(device)
-    if _may_rewrite(gm, kwargs, report):
-        report = _lower(gm, options, device)
-    if on_report is not None:
-        on_report(report)
+    lowering = _lower(gm, options, device) if _may_rewrite(gm, kwargs, on_report) else None
+    if lowering is not None and on_report is not None:
+        on_report(lowering.report)
     if as_written is not None:
-        return torch._dynamo.utils.make_boxed_func(as_written.forward)  # type: ignore[attr-defined]
-    if not report.num_lowered:
+        return make_boxed_func(as_written.forward)
+    if lowering is None or not lowering.report.num_lowered:
         return compile_inner(gm, example_inputs, **kwargs)
     folding = fold(gm, example_inputs, kwargs.get("static_input_idxs", ()))
     dump_graph("FP4MOE AFTER", gm)
     kwargs["static_input_idxs"] = list(folding.static_input_idxs)
-    return FoldedCall(folding, compile_inner(gm, list(folding.example_inputs), **kwargs))
+    compiled = compile_inner(gm, list(folding.example_inputs), **kwargs)
+    return FoldedCall(folding, compiled, first_call=lowering.verification)
 
 
-def _lower(gm: fx.GraphModule, options: Options, device: DeviceInfo | None) -> LoweringReport:
+def _lower(gm: fx.GraphModule, options: Options, device: DeviceInfo | None) -> Lowering:
     dump_graph("FP4MOE BEFORE", gm)
-    report = lower(gm.graph, options, device)
+    lowering = lower(gm.graph, options, device)
     gm.recompile()
-    dump_report(report)
-    return report
+    dump_report(lowering.report)
+    return lowering
 
 
-def _may_rewrite(gm: fx.GraphModule, kwargs: Mapping[str, Any], report: LoweringReport) -> bool:
+def _may_rewrite(
+    gm: fx.GraphModule, kwargs: Mapping[str, Any], on_report: Callable[[LoweringReport], None] | None
+) -> bool:
     """Only whole inference graphs: a fused op has no gradient."""
     from torch._inductor import config
+
+    from .matching import find_anchors
 
     if kwargs.get("is_backward", False):
         return False
     if kwargs.get("is_inference", False) and config.use_post_grad_passes:
         return True
-    from .matching import find_anchors
-
     if anchors := find_anchors(gm.graph):
         cause = (
             "a graph that needs gradients is compiled as written; "
@@ -161,8 +163,9 @@ def _may_rewrite(gm: fx.GraphModule, kwargs: Mapping[str, Any], report: Lowering
             else 'mode="lite" skips graph passes, so the graph is compiled as written'
         )
         note = f"{len(anchors)} FP4 weights found, but {cause}"
-        report.notes.append(note)
         _warn_once(note)
+        if on_report is not None:
+            on_report(LoweringReport(num_graphs=1, notes=[note]))
     return False
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,11 +26,24 @@ PREPARED = "fp4_prepared"
 aten = torch.ops.aten
 
 
-def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> fx.Node:
-    """Insert the fused call before the match's output, move the output's users to it, return it.
+@dataclass(frozen=True)
+class Emitted:
+    """``fused`` is the call; ``result`` stands for the match's output (``fused``, or a reshape of it)."""
 
-    Nodes that this makes dead are left for the caller to erase, so that several blocks can be
-    rewritten before one clean-up.
+    fused: fx.Node
+    result: fx.Node
+
+    @property
+    def prepared_bytes(self) -> int:
+        values = [node.meta["val"] for node in self.fused.all_input_nodes if PREPARED in node.meta]
+        return sum(value.numel() * value.element_size() for value in values)
+
+
+def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> Emitted:
+    """Insert the fused call before the match's output.
+
+    The output keeps its users: the caller moves them when every block is written, since one block's
+    output may be another's operand.
     """
     with graph.inserting_before(match.output):
         writer = _Writer(graph, match, backend)
@@ -41,8 +55,7 @@ def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> 
         ]
         fused = writer.call(resolve_op(plan.op), *args)
         result = writer.shaped_like_output(fused)
-    match.output.replace_all_uses_with(result)
-    return fused
+    return Emitted(fused, result)
 
 
 class _Writer:

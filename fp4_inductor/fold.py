@@ -197,17 +197,29 @@ PREPARED_WEIGHTS = PreparedWeights()
 
 
 class FoldedCall:
-    """A compiled folded graph, callable with the arguments of the unfolded one."""
+    """A compiled folded graph, callable with the arguments of the unfolded one.
+
+    ``first_call`` is given the first call's arguments, before they are used.
+    """
 
     _boxed_call = True
 
-    def __init__(self, folding: Folding, compiled: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self,
+        folding: Folding,
+        compiled: Callable[[list[Any]], Any],
+        first_call: Callable[[Sequence[Any]], None] | None = None,
+    ) -> None:
+        self._first_call = first_call
         self._kept, self._recipes, self._compiled = folding.kept, folding.recipes, compiled
         self._sources = sorted({i for recipe in folding.recipes for i in recipe.sources})
         self._seen: list[tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = []
         self._entries: list[PreparedWeight] = []
 
     def __call__(self, args: list[Any]) -> Any:
+        if self._first_call is not None:
+            self._first_call(args)
+            self._first_call = None
         if not self._unchanged(args):
             self._prepare(args)
         inputs = [args[i] for i in self._kept]

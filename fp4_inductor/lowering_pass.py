@@ -8,20 +8,30 @@ only decide when this runs and what happens with the folded weights.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import torch
 from torch import fx
 
 from .device import DeviceInfo
-from .emit import PREPARED, emit_plan
+from .emit import Emitted, emit_plan
 from .errors import UnmatchedError
 from .matching import Match, Recognition, find_matches
 from .options import Options
 from .report import LoweringReport, SiteReport, log_report
 from .select import Selection, select
 from .spec import Operand
+from .verify import Verification
 
 
-def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None) -> LoweringReport:
+@dataclass(frozen=True)
+class Lowering:
+    report: LoweringReport
+    verification: Verification | None
+
+
+def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None) -> Lowering:
     """Rewrite every recognised MoE block of ``graph`` in place and say what was decided.
 
     Args:
@@ -36,14 +46,19 @@ def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None) -
     found = find_matches(graph)
     check_wishes(found, options)
     chosen = [(match, _select(match, options, device)) for match in found.matches[: options.max_sites]]
-    report = LoweringReport(device, near_misses=list(found.near_misses), num_graphs=1)
-    for match, selection in chosen:
-        prepared = _emit(graph, match, selection)
-        report.sites.append(SiteReport.of(match, selection, prepared))
-        report.device = report.device or selection.device
+    rewrites = [(match, selection, _emit(graph, match, selection)) for match, selection in chosen]
+    for match, _, new in rewrites:
+        if new is not None:
+            match.output.replace_all_uses_with(new.result)
+    verification = _verification(graph, rewrites) if options.verify == "first_call" else None
     graph.eliminate_dead_code()
+    report = _report(found, rewrites, device)
     log_report(report)
-    return report
+    return Lowering(report, verification)
+
+
+Rewrite: TypeAlias = "tuple[Match, Selection, Emitted | None]"
+"""A match, what was chosen for it, and what was written for it (None: left as the user wrote it)."""
 
 
 def check_wishes(found: Recognition, options: Options) -> None:
@@ -73,10 +88,20 @@ def _select(match: Match, options: Options, device: DeviceInfo | None) -> Select
     return select(match.spec, device, options, where=str(match.where))
 
 
-def _emit(graph: fx.Graph, match: Match, selection: Selection) -> int:
-    """Write the chosen plan into the graph; returns the bytes of its prepared weights."""
+def _emit(graph: fx.Graph, match: Match, selection: Selection) -> Emitted | None:
     if selection.plan is None or selection.chosen is None:
-        return 0
-    fused = emit_plan(graph, match, selection.plan, selection.chosen)
-    values = [node.meta["val"] for node in fused.all_input_nodes if PREPARED in node.meta]
-    return sum(value.numel() * value.element_size() for value in values)
+        return None
+    return emit_plan(graph, match, selection.plan, selection.chosen)
+
+
+def _verification(graph: fx.Graph, rewrites: list[Rewrite]) -> Verification | None:
+    lowered = [(match, new.result, selection.chosen or "") for match, selection, new in rewrites if new is not None]
+    return Verification(graph, lowered) if lowered else None
+
+
+def _report(found: Recognition, rewrites: list[Rewrite], device: DeviceInfo | None) -> LoweringReport:
+    report = LoweringReport(device, near_misses=list(found.near_misses), num_graphs=1)
+    for match, selection, new in rewrites:
+        report.sites.append(SiteReport.of(match, selection, new.prepared_bytes if new else 0))
+        report.device = report.device or selection.device
+    return report

@@ -35,9 +35,9 @@ class Fp4MoEPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if _needs_gradients(graph):
             return
-        report = lower(graph, self.options)
+        lowering = lower(graph, self.options)
         graph.lint()
-        dump_report(report)
+        dump_report(lowering.report)
 
     def uuid(self) -> Any:
         """Everything that the rewrite depends on: our sources, the options, device, kernel libraries."""
