@@ -9,7 +9,7 @@ from ..formats import BlockFormat
 
 
 def check_blocks(weight: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
-    """``weight`` in float32, its last axis split into blocks.
+    """``weight`` in float32 and contiguous, its last axis split into blocks.
 
     Args:
         weight: ``float [..., K]``.
@@ -26,7 +26,7 @@ def check_blocks(weight: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     size = weight.shape[-1]
     if size == 0 or size % fmt.block_size:
         raise QuantizationError(did, needed=f"a last axis that is a multiple of {fmt.block_size}", got=str(size))
-    values = weight.to(torch.float32)
+    values = weight.to(torch.float32).contiguous()
     if not bool(torch.isfinite(values).all()):
         bad = int((~torch.isfinite(values)).sum())
         raise QuantizationError(did, needed="finite values (in float32)", got=f"{bad} that are NaN or infinite")

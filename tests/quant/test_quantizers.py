@@ -160,6 +160,7 @@ def test_a_transposed_input_changes_nothing(fmt: BlockFormat) -> None:
         if expected is None:
             assert ours is None
         else:
+            assert ours.is_contiguous()
             assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
 
 
