@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 Level = Literal["inner", "post_grad"]
 
@@ -41,7 +42,8 @@ def _backend(level: Level, graphs: list[fx.GraphModule]) -> Callable[[fx.GraphMo
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def keep(gm: fx.GraphModule) -> None:
-        graphs.append(copy.deepcopy(gm))
+        with unset_fake_temporarily():  # which would make the copies of constants fake
+            graphs.append(copy.deepcopy(gm))
         raise _Captured
 
     def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -1,0 +1,69 @@
+"""Identical layers are identified once: a key for what a piece of a graph computes, and a memo by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from ..matching import NoMatch
+from .probing import constant_value, dtype_of, isolated, shape_hint, size_hint
+
+Result = TypeVar("Result")
+
+_SMALL = 4096
+"""Constants up to this many elements are told apart by value."""
+
+
+class Memo:
+    """Results by signature, for one ``find_matches`` call. Refusals are remembered too."""
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, compute: Callable[[], Result]) -> Result:
+        """``compute()``, or what it gave or refused for this key before."""
+        if key not in self._results:
+            try:
+                self._results[key] = compute()
+            except NoMatch as miss:
+                self._results[key] = miss
+        result = self._results[key]
+        if isinstance(result, NoMatch):
+            raise NoMatch(result.template, *result.format_args, node=result.node, progress=result.progress)
+        return result  # type: ignore[no-any-return]
+
+
+def signature(nodes: Sequence[fx.Node]) -> Hashable:
+    """A key that two node lists share only if they compute the same function of their inputs.
+
+    ``nodes`` stand in topological order. Inputs enter by place, shape and dtype, small constants by value.
+    """
+    index = {node: place for place, node in enumerate(nodes)}
+    return tuple(_entry(node, index) for node in nodes)
+
+
+def _entry(node: fx.Node, index: dict[fx.Node, int]) -> Hashable:
+    about = (shape_hint(node), dtype_of(node))
+    if node.op == "call_function":
+        return (str(node.target), _frozen(node.args, index), _frozen(node.kwargs, index), about)
+    value = constant_value(node)
+    if value is not None and value.numel() <= _SMALL:
+        with isolated():
+            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            return (node.op, bytes(data.tolist()), about)
+    return (node.op, about)
+
+
+def _frozen(value: Any, index: dict[fx.Node, int]) -> Hashable:
+    if isinstance(value, fx.Node):
+        return ("node", index[value] if value in index else (shape_hint(value), dtype_of(value)))
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item, index) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item, index)) for key, item in sorted(value.items()))
+    if isinstance(value, torch.SymInt):
+        return size_hint(value)
+    return repr(value)

@@ -1,0 +1,435 @@
+"""Spellings of FP4 dequantisation that must be recognised, and near twins that must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from capture import Level, capture
+from fp4_inductor.formats import MXFP4, NVFP4
+from fp4_inductor.matching import NoMatch
+from fp4_inductor.patterns import dequantize as pattern
+from fp4_inductor.patterns.signature import Memo
+
+E, N, K = 5, 48, 96
+LUT = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+Tensor = torch.Tensor
+
+
+def name_of(value: object) -> str | None:
+    return getattr(value, "__name__", None)
+
+
+def lut_codes(codes: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    table = torch.tensor(LUT, dtype=dtype)
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1)
+    return table[nibbles.int()].reshape(*codes.shape[:-1], -1)
+
+
+def slice_assigned_codes(codes: Tensor) -> Tensor:
+    table = torch.tensor(LUT, dtype=torch.bfloat16)
+    out = torch.empty(*codes.shape[:-1], codes.shape[-1] * 2, dtype=torch.bfloat16)
+    out[..., 0::2] = table[(codes & 15).long()]
+    out[..., 1::2] = table[(codes >> 4).long()]
+    return out
+
+
+def bit_codes(codes: Tensor) -> Tensor:
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).reshape(*codes.shape[:-1], -1).to(torch.int32)
+    exponent, mantissa = (nibbles >> 1) & 3, nibbles & 1
+    normal = ((exponent + 126) << 23) | (mantissa << 22)
+    subnormal = mantissa * (126 << 23)
+    bits = torch.where(exponent == 0, subnormal, normal) | ((nibbles & 8) << 28)
+    return bits.view(torch.float32)
+
+
+def masked_codes(codes: Tensor) -> Tensor:
+    """The way torchao writes it: constants put where masks say, then bits shifted into place."""
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).reshape(*codes.shape[:-1], -1)
+    sign, magnitude = nibbles & 8, nibbles & 7
+    wide = magnitude.to(torch.int32)
+    result = (((wide >> 1) - 1 + 127) << 23) | ((wide & 1) << 22)
+    result[magnitude == 0] = 0
+    result[magnitude == 1] = 126 << 23
+    return (result | (sign.to(torch.int32) << 28)).view(torch.float32)
+
+
+def blockwise(values: Tensor, scale: Tensor) -> Tensor:
+    """Multiply blocks of K by their scales ``[E, N, G]``."""
+    return (values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+
+
+def exp2_scale(bits: Tensor, bias: int = 127) -> Tensor:
+    return torch.exp2(bits.float() - bias)
+
+
+def mx_exp2(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), exp2_scale(scale).to(torch.bfloat16))
+
+
+def mx_ldexp(codes: Tensor, scale: Tensor) -> Tensor:
+    exponent = scale.to(torch.int32)[..., None] - 127
+    return torch.ldexp(lut_codes(codes).unflatten(-1, (scale.shape[-1], -1)), exponent).flatten(-2)
+
+
+def mx_view(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), scale.view(torch.float8_e8m0fnu).to(torch.bfloat16))
+
+
+def mx_shift(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(slice_assigned_codes(codes), (scale.to(torch.int16) << 7).view(torch.bfloat16))
+
+
+def mx_bits(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(bit_codes(codes), exp2_scale(scale)).to(torch.bfloat16)
+
+
+def mx_masked(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(masked_codes(codes), exp2_scale(scale)).to(torch.bfloat16)
+
+
+def mx_float16(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes, torch.float16), exp2_scale(scale).to(torch.float16))
+
+
+def mx_transposed(codes: Tensor, scale: Tensor) -> Tensor:
+    return mx_exp2(codes, scale).mT.contiguous()
+
+
+def mx_rank4(codes: Tensor, scale: Tensor) -> Tensor:
+    """transformers' gpt-oss decode of blocks ``[E, N, G, 16]``, rows flattened, output ``[E, K, N]``."""
+    table = torch.tensor(LUT, dtype=torch.bfloat16)
+    *prefix, groups, half = codes.shape
+    rows = codes.reshape(-1, half)
+    exponent = (scale.to(torch.int32) - 127).reshape(-1, 1)
+    out = torch.empty(rows.shape[0], 2 * half, dtype=torch.bfloat16)
+    out[:, 0::2] = table[(rows & 15).to(torch.long)]
+    out[:, 1::2] = table[(rows >> 4).to(torch.long)]
+    return torch.ldexp(out, exponent).reshape(*prefix, groups * half * 2).transpose(1, 2).contiguous()
+
+
+def nv(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes, torch.float32), scale.float() * gs[:, None, None]).to(torch.bfloat16)
+
+
+def nv_global_last(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return (blockwise(bit_codes(codes), scale.float()) * gs.reshape(-1, 1, 1)).to(torch.bfloat16)
+
+
+def nv_bfloat16(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    factor = scale.to(torch.bfloat16) * gs.to(torch.bfloat16)[:, None, None]
+    return blockwise(lut_codes(codes), factor)
+
+
+def nv_float32(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes, torch.float32), scale.float() * gs[:, None, None])
+
+
+def nv_scalar(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes, torch.float32), scale.float() * gs).to(torch.bfloat16)
+
+
+def nv_rows(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes, torch.float32), scale.float() * gs[..., None]).to(torch.bfloat16)
+
+
+def nv_byte_scale(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return nv(codes, scale.view(torch.float8_e4m3fn), gs)
+
+
+def nv_no_global(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), scale.to(torch.bfloat16))
+
+
+BYTES, E4M3 = torch.uint8, torch.float8_e4m3fn
+
+
+def roots(fmt: str, *, global_shape: tuple[int, ...] | None = None, scale_dtype: torch.dtype | None = None,
+          block: int | None = None, codes_dtype: torch.dtype = BYTES, rank4: bool = False) -> list[Tensor]:  # fmt: skip
+    block = block or (32 if fmt == "mx" else 16)
+    codes = torch.randint(0, 256, (E, N, K // 2), dtype=torch.uint8).view(codes_dtype)
+    scale = torch.randint(110, 126, (E, N, K // block), dtype=torch.uint8)
+    scale = scale.view(scale_dtype or (BYTES if fmt == "mx" else E4M3))
+    made = [codes.reshape(E, N, -1, 16) if rank4 else codes, scale]
+    return made if global_shape is None else [*made, torch.rand(global_shape) + 0.5]
+
+
+def traced(fn: Callable[..., Tensor], inputs: list[Tensor]) -> fx.Node:
+    """The weight node in a graph of plain ATen, as make_fx leaves it."""
+    graph = make_fx(torch.func.functionalize(fn, remove="mutations_and_views"), tracing_mode="fake")(*inputs)
+    (result,) = next(iter(reversed(graph.graph.nodes))).args
+    assert isinstance(result, fx.Node)
+    return result
+
+
+class Holder(nn.Module):
+    """Multiplies by a dequantised weight, so that compilation has a GEMM to feed."""
+
+    def __init__(self, fn: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+        for name, value in zip(("codes", "scale", "gs"), inputs, strict=False):
+            self.register_buffer(name, value)
+        self.count = len(inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.fn(*(getattr(self, name) for name in ("codes", "scale", "gs")[: self.count]))
+        return torch.bmm(x, weight.mT if weight.shape[-1] == K else weight)
+
+
+def gemm_weight(graph: fx.GraphModule) -> fx.Node:
+    (gemm,) = (node for node in graph.graph.nodes if node.target is torch.ops.aten.bmm.default)
+    return gemm.args[1]
+
+
+MX = [mx_exp2, mx_ldexp, mx_view, mx_shift, mx_bits, mx_masked, mx_float16]
+
+
+@pytest.mark.parametrize("fn", MX, ids=name_of)
+def test_mxfp4_spellings(fn: Callable[..., Tensor]) -> None:
+    inputs = roots("mx")
+    packed, transposed = pattern.identify(traced(fn, inputs))
+    assert packed.format == MXFP4
+    assert packed.shape == (E, N, K)
+    assert not transposed
+    assert packed.global_scale is None
+    assert (packed.codes.name, packed.scale.name) == ("codes_1", "scale_1")
+
+
+@pytest.mark.parametrize(
+    ("fn", "global_shape"),
+    [(nv, (E,)), (nv_global_last, (E,)), (nv_bfloat16, (E,)), (nv_float32, (E,)), (nv_scalar, ()), (nv_scalar, (1,)),
+     (nv_scalar, (E, 1, 1)), (nv_rows, (E, N)), (nv_rows, (1, N)), (nv_rows, (E, 1))],
+)  # fmt: skip
+def test_nvfp4_spellings(fn: Callable[..., Tensor], global_shape: tuple[int, ...]) -> None:
+    packed, transposed = pattern.identify(traced(fn, roots("nv", global_shape=global_shape)))
+    assert packed.format == NVFP4
+    assert packed.shape == (E, N, K)
+    assert not transposed
+    assert packed.global_scale is not None
+    assert packed.global_scale.name == "gs_1"
+
+
+def test_transposed_weight() -> None:
+    packed, transposed = pattern.identify(traced(mx_transposed, roots("mx")))
+    assert transposed
+    assert packed.shape == (E, N, K)
+
+
+def test_square_weight_is_told_from_its_transpose() -> None:
+    codes = torch.randint(0, 256, (E, 64, 32), dtype=torch.uint8)
+    scale = torch.randint(110, 126, (E, 64, 2), dtype=torch.uint8)
+    assert pattern.identify(traced(mx_exp2, [codes, scale]))[1] is False
+    assert pattern.identify(traced(mx_transposed, [codes, scale]))[1] is True
+
+
+def test_blocks_of_rank_four() -> None:
+    packed, transposed = pattern.identify(traced(mx_rank4, roots("mx", rank4=True)))
+    assert (packed.format, packed.shape, transposed) == (MXFP4, (E, N, K), True)
+
+
+def test_signed_code_bytes() -> None:
+    def decode(codes: Tensor, scale: Tensor) -> Tensor:
+        return mx_exp2(codes.view(torch.uint8), scale)
+
+    assert pattern.identify_packed_weight(traced(decode, roots("mx", codes_dtype=torch.int8))).format == MXFP4
+
+
+def test_scale_dtype_and_encoding_are_two_things() -> None:
+    packed = pattern.identify_packed_weight(
+        traced(nv_byte_scale, roots("nv", global_shape=(E,), scale_dtype=torch.uint8))
+    )
+    assert packed.format == NVFP4
+
+    def e8m0_typed(codes: Tensor, scale: Tensor) -> Tensor:
+        return blockwise(lut_codes(codes), scale.to(torch.bfloat16))
+
+    assert pattern.identify_packed_weight(
+        traced(e8m0_typed, roots("mx", scale_dtype=torch.float8_e8m0fnu))
+    ).format == MXFP4  # fmt: skip
+
+
+def test_variants_bear_other_names() -> None:
+    wide = pattern.identify_packed_weight(traced(nv, roots("nv", global_shape=(E,), block=32))).format
+    assert (wide.name, wide.block_size) == ("nvfp4_b32", 32)
+    plain = pattern.identify_packed_weight(traced(nv_no_global, roots("nv"))).format
+    assert (plain.name, plain.has_global_scale) == ("nvfp4_no_global", False)
+
+
+@pytest.mark.parametrize("level", ["inner", "post_grad"])
+@pytest.mark.parametrize(
+    ("fn", "fmt", "options"),
+    [(mx_exp2, MXFP4, {}), (mx_rank4, MXFP4, {"rank4": True}), (nv, NVFP4, {"global_shape": (E,)}),
+     (mx_masked, MXFP4, {})],
+)  # fmt: skip
+def test_compiled_graphs(level: Level, fn: Callable[..., Tensor], fmt: Any, options: dict[str, Any]) -> None:
+    inputs = roots("nv" if fmt is NVFP4 else "mx", **options)
+    model = Holder(fn, inputs)
+    graph = capture(model, torch.randn(E, 3, K, dtype=torch.bfloat16), level=level)
+    packed, transposed = pattern.identify(gemm_weight(graph))
+    assert packed.format == fmt
+    assert packed.shape == (E, N, K)
+    assert transposed  # bmm reads [E, K, N]
+
+
+# --- twins that must be refused
+
+
+def high_nibble_first(codes: Tensor, scale: Tensor) -> Tensor:
+    table = torch.tensor(LUT, dtype=torch.bfloat16)
+    nibbles = torch.stack((codes >> 4, codes & 15), dim=-1)
+    return blockwise(table[nibbles.int()].flatten(-2), exp2_scale(scale).to(torch.bfloat16))
+
+
+def bias_128(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), exp2_scale(scale, 128).to(torch.bfloat16))
+
+
+def rolled_block(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), exp2_scale(scale.roll(1, -1)).to(torch.bfloat16))
+
+
+def rolled_rows(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), exp2_scale(scale.roll(24, 1)).to(torch.bfloat16))
+
+
+def flipped_experts(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), exp2_scale(scale.flip(0)).to(torch.bfloat16))
+
+
+def strided_blocks(codes: Tensor, scale: Tensor) -> Tensor:
+    return lut_codes(codes) * exp2_scale(scale).to(torch.bfloat16).repeat(1, 1, K // scale.shape[-1])
+
+
+def transposed_scale(codes: Tensor, scale: Tensor) -> Tensor:
+    groups = scale.shape[-1]
+    return blockwise(lut_codes(codes), exp2_scale(scale.reshape(E, groups, -1).mT).to(torch.bfloat16))
+
+
+def clamped_scale(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), exp2_scale(scale.clamp_max(200)).to(torch.bfloat16))
+
+
+def lowest_scale_skipped(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), torch.where(scale == 7, 0.0, exp2_scale(scale)).to(torch.bfloat16))
+
+
+def wrong_table(codes: Tensor, scale: Tensor) -> Tensor:
+    values = lut_codes(codes)
+    return blockwise(torch.where(values == 6, 5.0, values), exp2_scale(scale).to(torch.bfloat16))
+
+
+def int4_codes(codes: Tensor, scale: Tensor) -> Tensor:
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    return blockwise(nibbles.to(torch.bfloat16) - 8, exp2_scale(scale).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [(high_nibble_first, "high nibble"), (bias_128, "halved"), (rolled_block, "differs"), (rolled_rows, "differs"),
+     (flipped_experts, "differs"), (strided_blocks, "differs"), (transposed_scale, "differs"),
+     (clamped_scale, "differs"), (lowest_scale_skipped, "differs"), (wrong_table, "differs"),
+     (int4_codes, "differs")],
+    ids=name_of,
+)  # fmt: skip
+def test_mxfp4_twins_are_refused(fn: Callable[..., Tensor], reason: str) -> None:
+    with pytest.raises(NoMatch, match=reason):
+        pattern.identify(traced(fn, roots("mx")))
+
+
+def first_global_for_all(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return nv(codes, scale, gs[:1].expand(E))
+
+
+def global_divides(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return nv(codes, scale, 1 / gs)
+
+
+def global_twice(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return nv(codes, scale, gs * gs)
+
+
+def global_reversed(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return nv(codes, scale, gs.flip(0))
+
+
+def scale_without_sign(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return nv(codes, (scale.view(torch.uint8) & 127).view(E4M3), gs)
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [(first_global_for_all, "no global scale|differs"), (global_divides, "divides"), (global_twice, "differs"),
+     (global_reversed, "differs"), (scale_without_sign, "differs")],
+    ids=name_of,
+)  # fmt: skip
+def test_nvfp4_twins_are_refused(fn: Callable[..., Tensor], reason: str) -> None:
+    with pytest.raises(NoMatch, match=reason):
+        pattern.identify(traced(fn, roots("nv", global_shape=(E,))))
+
+
+def test_table_input_is_refused_by_name() -> None:
+    def decode(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+        nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+        return blockwise(table[nibbles.int()], exp2_scale(scale).to(torch.bfloat16))
+
+    with pytest.raises(NoMatch, match=r"table table_1 .* is an input"):
+        pattern.identify(traced(decode, [*roots("mx"), torch.tensor(LUT, dtype=torch.bfloat16)]))
+
+
+def test_codes_packed_along_the_middle_axis_are_refused() -> None:
+    def decode(codes: Tensor, scale: Tensor) -> Tensor:
+        return mx_exp2(codes.mT, scale.mT).mT
+
+    codes, scale = roots("mx")
+    with pytest.raises(NoMatch, match=r"do not lie as \[E, N, K/bs\]"):
+        pattern.identify(traced(decode, [codes.mT.contiguous(), scale.mT.contiguous()]))
+
+
+def test_activations_and_plain_weights_are_no_packed_weight() -> None:
+    with pytest.raises(NoMatch, match="byte tensors"):
+        pattern.identify(traced(lambda x: x * 2, [torch.randn(E, N, K)]))
+
+
+def test_random_operations_are_refused() -> None:
+    def decode(codes: Tensor, scale: Tensor) -> Tensor:
+        return mx_bits(codes, scale) + torch.rand(E, N, K).to(torch.bfloat16)
+
+    with pytest.raises(NoMatch, match="random"):
+        pattern.identify(traced(decode, roots("mx")))
+
+
+def test_equal_weights_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    evaluate = pattern.evaluate
+    monkeypatch.setattr(pattern, "evaluate", lambda *a, **k: calls.append(1) or evaluate(*a, **k))
+    memo = Memo()
+    first = pattern.identify(traced(mx_exp2, roots("mx")), memo)
+    count = len(calls)
+    second = pattern.identify(traced(mx_exp2, roots("mx")), memo)
+    assert len(calls) == count > 0
+    assert first[0].codes is not second[0].codes
+    with pytest.raises(NoMatch):
+        pattern.identify(traced(bias_128, roots("mx")), memo)
+    with pytest.raises(NoMatch):
+        pattern.identify(traced(bias_128, roots("mx")), memo)
+
+
+def test_large_weights_are_probed_small() -> None:
+    """What 128 experts of 1536 x 2048 compute, without 400 million weights."""
+    with torch._subclasses.FakeTensorMode():
+        codes = torch.empty(128, 1536, 1024, dtype=torch.uint8)
+        scale = torch.empty(128, 1536, 64, dtype=torch.uint8)
+        global_scale = torch.empty(128, 1, 1)
+
+    def decode(codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+        rows = blockwise(bit_codes(codes.reshape(-1, 1024)), exp2_scale(scale).reshape(-1, 64))
+        return (rows.reshape(128, 1536, 2048) * global_scale).to(torch.bfloat16).mT.contiguous()
+
+    packed, transposed = pattern.identify(traced(decode, [codes, scale, global_scale]))
+    assert (packed.format.name, packed.shape, transposed) == ("mxfp4_global", (128, 1536, 2048), True)
