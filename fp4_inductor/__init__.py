@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from .errors import InvalidOptionError as InvalidOptionError
     from .errors import NoBackendError as NoBackendError
     from .errors import QuantizationError as QuantizationError
+    from .errors import ReleasedWeightError as ReleasedWeightError
     from .errors import UnknownNameError as UnknownNameError
     from .errors import UnmatchedError as UnmatchedError
+    from .errors import VerificationError as VerificationError
     from .options import Options as Options
     from .post_grad_pass import Fp4MoEPass as Fp4MoEPass
     from .quantize import quantize_ as quantize_
@@ -37,8 +39,10 @@ _HOMES = {
     "InvalidOptionError": "errors",
     "NoBackendError": "errors",
     "QuantizationError": "errors",
+    "ReleasedWeightError": "errors",
     "UnknownNameError": "errors",
     "UnmatchedError": "errors",
+    "VerificationError": "errors",
     "Options": "options",
     "Fp4MoEPass": "post_grad_pass",
     "quantize_": "quantize",
