@@ -57,6 +57,15 @@ def packed_weights(module: nn.Module) -> tuple[PackedWeight, ...]:
     return module._packed_weights if isinstance(module, WeightCarrier) else ()
 
 
+def transposed_experts(module: nn.Module) -> bool | None:
+    """Whether an experts module of transformers stores its weights as ``[E, K, N]``; None for any other module.
+
+    ``use_experts_implementation`` sets these attributes in ``__init__``, so transformers need not be imported.
+    """
+    has_gate, is_transposed = getattr(module, "has_gate", None), getattr(module, "is_transposed", None)
+    return is_transposed if isinstance(has_gate, bool) and isinstance(is_transposed, bool) else None
+
+
 def pack_parameter(module: nn.Module, weight: PackedWeight, tensors: PackedTensors, dtype: torch.dtype) -> None:
     """Put packed tensors in the place of parameter ``weight.name``, in place.
 

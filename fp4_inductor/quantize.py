@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from .errors import QuantizationError
 from .formats import BlockFormat, get_format
-from .modules import PackedWeight, pack_parameter, packed_weights
+from .modules import PackedWeight, pack_parameter, packed_weights, transposed_experts
 from .quant import PackedTensors, quantize
 
 Filter: TypeAlias = "Callable[[str, nn.Parameter], bool | Literal['transposed']]"
@@ -126,7 +126,7 @@ def _quantize_experts(values: torch.Tensor, weight: PackedWeight) -> PackedTenso
 
 def _find(model: nn.Module, fmt: BlockFormat, filter: Filter | None) -> Iterator[_Target]:
     for path, module in model.named_modules():
-        declared = _declared_layout(module)
+        declared = transposed_experts(module)
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() != 3:
                 continue
@@ -136,19 +136,8 @@ def _find(model: nn.Module, fmt: BlockFormat, filter: Filter | None) -> Iterator
             else:
                 chosen = filter(where, parameter)
             if chosen:
-                transposed = chosen == "transposed" or declared == "transposed"
+                transposed = chosen == "transposed" or bool(declared)
                 yield _Target(module, PackedWeight(name, fmt, transposed), where, declared is not None)
-
-
-def _declared_layout(module: nn.Module) -> Literal["canonical", "transposed"] | None:
-    """How a transformers experts module stores its weights; None for any other module.
-
-    ``use_experts_implementation`` sets these attributes in ``__init__``, so transformers need not be imported.
-    """
-    has_gate, is_transposed = getattr(module, "has_gate", None), getattr(module, "is_transposed", None)
-    if not isinstance(has_gate, bool) or not isinstance(is_transposed, bool):
-        return None
-    return "transposed" if is_transposed else "canonical"
 
 
 def _refuse_nothing_found(model: nn.Module, fmt: BlockFormat, filter: Filter | None) -> None:
