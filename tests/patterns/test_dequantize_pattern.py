@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from capture import Level, capture
+from fp4_inductor.patterns import dequantize as pattern
+from fp4_inductor.patterns.signature import Memo
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from capture import Level, capture
 from fp4_inductor.formats import MXFP4, NVFP4
 from fp4_inductor.matching import NoMatch
-from fp4_inductor.patterns import dequantize as pattern
-from fp4_inductor.patterns.signature import Memo
 
 E, N, K = 5, 48, 96
 LUT = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
