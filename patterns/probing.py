@@ -238,8 +238,10 @@ class _Probe:
         if name in _EMPTIES:
             return self._poisoned(node)
         kwargs = self._neutral_kwargs(kwargs)
-        dtype = dtype_of(node)
-        if "dtype" in {arg.name for arg in target._schema.arguments} and dtype is not None:
+        dtype, accepted = dtype_of(node), {arg.name for arg in target._schema.arguments}
+        if "device" in accepted:
+            kwargs["device"] = torch.device("cpu")
+        if "dtype" in accepted and dtype is not None:
             kwargs["dtype"] = torch.float64 if dtype in _WIDE_FLOATS and not self.exact else dtype
         if self.leading and name in ("full", "zeros", "ones"):
             args[0] = resize_leading(self._traced(node), self.leading)
