@@ -9,7 +9,7 @@ ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
 READY := registered
 else
-RUN := $(VENV)/bin/python
+RUN := $(abspath $(VENV))/bin/python
 READY := $(VENV)/.installed
 endif
 
@@ -43,8 +43,11 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
+# mypy does not see that patterns/ installs as fp4_inductor.patterns, so it is shown the tree as installed.
 types: $(READY)
-	$(RUN) -m mypy
+	rm -rf build/types && mkdir -p build/types
+	cp -R fp4_inductor build/types && cp -R patterns build/types/fp4_inductor
+	cd build/types && $(RUN) -m mypy --config-file "$(CURDIR)/pyproject.toml" -p fp4_inductor
 
 build: $(READY)
 	$(RUN) -m build --no-isolation
