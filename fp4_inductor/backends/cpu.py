@@ -88,11 +88,13 @@ class CpuBackend:
         def halves(operand: Operand) -> PlanArg:
             return Prepared(f"{operand}_halves", to_gate_up_halves, (operand,))
 
+        has_global = spec.weight_format.has_global_scale
+
         args = experts_args(
             spec,
             w13=halves(Operand.W13),
             w13_scale=halves(Operand.W13_SCALE),
-            w13_global=halves(Operand.W13_GLOBAL),
+            w13_global=halves(Operand.W13_GLOBAL) if has_global else None,
             w13_bias=halves(Operand.W13_BIAS),
             w13_order=GateUpOrder.GATE_UP,
         )
