@@ -12,8 +12,9 @@ from ..spec import ActivationSpec, MoESpec
 from .base import KernelBackend
 from .cpu import CpuBackend
 from .reference import ReferenceBackend
+from .triton_w4a16 import TritonW4A16Backend
 
-BACKENDS: tuple[KernelBackend, ...] = (CpuBackend(), ReferenceBackend())
+BACKENDS: tuple[KernelBackend, ...] = (TritonW4A16Backend(), CpuBackend(), ReferenceBackend())
 """Asked in this order; rank decides among the willing."""
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ..device import DeviceInfo
 from ..formats import BlockFormat
-from ..plan import KernelPlan, PlanArg
+from ..plan import KernelPlan, PlanArg, Prepared
 from ..reasons import Verdict
 from ..spec import RUNTIME, ActivationSpec, GateUpOrder, MoESpec, Operand
 
@@ -114,9 +114,12 @@ def experts_args(
 ) -> tuple[PlanArg, ...]:
     """Plan arguments of an experts op for ``spec``; a backend passes what it prepares differently.
 
-    Globals and biases that the spec does not have become None.
+    Biases that the spec does not have become None; so do globals, unless the backend prepares its own.
     """
     act, fmt = spec.activation, spec.weight_format
+
+    def has_global(arg: PlanArg) -> bool:
+        return fmt.has_global_scale or isinstance(arg, Prepared)
 
     def knob(value: object, operand: Operand) -> Operand | None:
         return operand if value is RUNTIME else None
@@ -130,11 +133,11 @@ def experts_args(
         Operand.TOPK_WEIGHTS,
         w13,
         w13_scale,
-        w13_global if fmt.has_global_scale else None,
+        w13_global if has_global(w13_global) else None,
         w13_bias if spec.has_w13_bias else None,
         w2,
         w2_scale,
-        w2_global if fmt.has_global_scale else None,
+        w2_global if has_global(w2_global) else None,
         w2_bias if spec.has_w2_bias else None,
         knob(act.alpha, Operand.ALPHA),
         knob(act.beta, Operand.BETA),

@@ -1,0 +1,173 @@
+"""``triton_w4a16``: FP4 weights × bfloat16 or float16 activations, own Triton kernels, any CUDA device from sm_80.
+
+Weights are decoded exactly: e2m1 times block scale is exact in both activation types, and a float32 factor a
+row multiplies the accumulator. Rows and columns of any multiple of 32 are padded to 64 with zero codes by the
+re-layout; one layout serves every token count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+
+from ..device import DeviceInfo
+from ..formats import FORMATS, BlockFormat
+from ..kernels.w4a16_config import FAMILIES
+from ..layouts.gate_up import to_gate_up_halves
+from ..layouts.lane_scales import absorb_scale_signs, e4m3_bytes, e4m3_rows, e8m0_bytes, e8m0_rows, to_scale_words
+from ..layouts.lane_words import ROWS, to_lane_words
+from ..plan import KernelPlan, Prepared
+from ..reasons import Reason, ReasonCode, Verdict
+from ..spec import GateUpOrder, MoESpec, Operand
+from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args
+
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+_ACT_DTYPES = (torch.bfloat16, torch.float16)
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MULTIPLE = 32
+
+
+def _moe(call: ExpertsCall) -> torch.Tensor:
+    from ..kernels.w4a16 import Experts, Weights, run_experts
+
+    def weights(given: ExpertWeights) -> Weights:
+        assert given.global_scale is not None, "the plan always prepares row factors"
+        return Weights(given.codes, given.scale, given.global_scale, given.bias)
+
+    experts = Experts(
+        weights(call.w13),
+        weights(call.w2),
+        call.activation,
+        up_first=call.w13_order is GateUpOrder.UP_GATE,
+        e4m3=call.weight_format.scale_encoding == "e4m3",
+    )
+    return run_experts(call.hidden, call.topk_ids, call.topk_weights, experts, call.out_dtype)
+
+
+class TritonW4A16Backend:
+    name = "triton_w4a16"
+    op = define_experts_op("moe_triton_w4a16", _moe)
+
+    def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
+        reasons = [*_device_reasons(device), *_spec_reasons(spec)]
+        return Verdict(self.name, tuple(reasons))
+
+    def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
+        return 50
+
+    def plan(self, spec: MoESpec, device: DeviceInfo) -> KernelPlan:
+        interleaved = spec.activation.gated and spec.w13_order is GateUpOrder.INTERLEAVED
+        halves = 2 if spec.activation.gated else 1
+        w13 = _weight("w13", spec.weight_format, halves, interleaved, spec.has_w13_bias)
+        w2 = _weight("w2", spec.weight_format, 1, False, False)
+        order = GateUpOrder.GATE_UP if interleaved else spec.w13_order
+        args = experts_args(spec, **w13, **w2, w13_order=order)
+        return KernelPlan(self.op, args, layout="lane words, 64x64 tiles", padding=_padding(spec))
+
+
+def _device_reasons(device: DeviceInfo) -> list[Reason]:
+    reasons = []
+    if device.arch not in FAMILIES:
+        known = ", ".join(f"sm_{arch}" for arch in FAMILIES)
+        reasons.append(Reason(ReasonCode.CAPABILITY, f"one of {known}", str(device)))
+    if device.library("triton") is None:
+        reasons.append(Reason(ReasonCode.LIBRARY, "triton", "none installed", "pip install triton"))
+    return reasons
+
+
+def _spec_reasons(spec: MoESpec) -> list[Reason]:
+    reasons = []
+    if spec.weight_format not in FORMATS.values():
+        reasons.append(Reason(ReasonCode.FORMAT, f"weights in {' or '.join(FORMATS)}", repr(spec.weight_format)))
+    if spec.activation.kind not in _ACTIVATIONS:
+        reasons.append(Reason(ReasonCode.ACTIVATION, f"one of {', '.join(_ACTIVATIONS)}", str(spec.activation)))
+    for what, size in (("hidden size", spec.hidden_size), ("intermediate size", spec.intermediate_size)):
+        if size % _MULTIPLE or size <= 0:
+            reasons.append(Reason(ReasonCode.SHAPE, f"a {what} that is a multiple of {_MULTIPLE}", str(size)))
+    for what, dtype, known in (
+        ("activations", spec.act_dtype, _ACT_DTYPES),
+        ("routing weights", spec.weights_dtype, _OUT_DTYPES),
+        ("output", spec.out_dtype, _OUT_DTYPES),
+    ):
+        if dtype not in known:
+            names = " or ".join(str(d).removeprefix("torch.") for d in known)
+            reasons.append(Reason(ReasonCode.DTYPE, f"{what} in {names}", str(dtype).removeprefix("torch.")))
+    if spec.local_experts is not None:
+        reasons.append(Reason(ReasonCode.PARALLEL, "every expert on this device", str(spec.local_experts)))
+    return reasons
+
+
+def _padding(spec: MoESpec) -> str:
+    """What the re-layout pads, for people."""
+    sizes = {"H": spec.hidden_size, "I": spec.intermediate_size}
+    return ", ".join(f"{name} {size} to {size + -size % ROWS}" for name, size in sizes.items() if size % ROWS)
+
+
+@cache
+def _weight(name: str, fmt: BlockFormat, halves: int, interleaved: bool, bias: bool) -> dict[str, Prepared]:
+    """Arguments of ``experts_args`` for one weight. Cached, so that equal layers share their recipes."""
+    codes, scale, glob = Operand(name), Operand(f"{name}_scale"), Operand(f"{name}_global")
+    rows = _Rows(halves, interleaved)
+
+    def prepared(suffix: str, fn: partial[torch.Tensor], *of: Operand) -> Prepared:
+        return Prepared(f"{name}{suffix}_w4a16", fn, of)
+
+    if fmt.scale_encoding == "e4m3":
+        ready = {
+            name: prepared("", partial(_e4m3_codes, rows), codes, scale),
+            f"{name}_scale": prepared("_scale", partial(_e4m3_scales, rows), scale),
+            f"{name}_global": prepared("_rows", partial(_e4m3_rows, rows), scale, glob),
+        }
+    else:
+        ready = {
+            name: prepared("", partial(_e8m0_codes, rows), codes),
+            f"{name}_scale": prepared("_scale", partial(_e8m0_scales, rows), scale),
+            f"{name}_global": prepared("_rows", partial(_e8m0_rows, rows), scale),
+        }
+    if bias:
+        ready[f"{name}_bias"] = prepared("_bias", partial(_pad_rows, rows), Operand(f"{name}_bias"))
+    return ready
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """How the rows of a weight come: in one or two halves, or gate and up interleaved."""
+
+    halves: int
+    interleaved: bool
+
+
+def _pad_rows(rows: _Rows, tensor: torch.Tensor) -> torch.Tensor:
+    """[E, N, ...] de-interleaved, each half padded with zeros to a multiple of 64 rows."""
+    if rows.interleaved:
+        tensor = to_gate_up_halves(tensor)
+    halves = tensor.reshape(tensor.shape[0], rows.halves, -1, *tensor.shape[2:])
+    padding = (0, 0) * (tensor.dim() - 2) + (0, -halves.shape[2] % ROWS)
+    return F.pad(halves, padding).flatten(1, 2).contiguous()
+
+
+def _e4m3_codes(rows: _Rows, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return to_lane_words(_pad_rows(rows, absorb_scale_signs(codes, scale)))
+
+
+def _e4m3_scales(rows: _Rows, scale: torch.Tensor) -> torch.Tensor:
+    return to_scale_words(_pad_rows(rows, e4m3_bytes(scale)))
+
+
+def _e4m3_rows(rows: _Rows, scale: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    return _pad_rows(rows, e4m3_rows(scale, global_scale))
+
+
+def _e8m0_codes(rows: _Rows, codes: torch.Tensor) -> torch.Tensor:
+    return to_lane_words(_pad_rows(rows, codes))
+
+
+def _e8m0_scales(rows: _Rows, scale: torch.Tensor) -> torch.Tensor:
+    return to_scale_words(_pad_rows(rows, e8m0_bytes(scale)))
+
+
+def _e8m0_rows(rows: _Rows, scale: torch.Tensor) -> torch.Tensor:
+    return _pad_rows(rows, e8m0_rows(scale))

@@ -1,0 +1,196 @@
+"""Launches the W4A16 kernels: route, gate_up, down, combine. No host synchronisation; grids depend on shapes only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+from ..spec import ActivationSpec
+from .w4a16_config import GemmConfig, W4A16Config, choose_config
+from .w4a16_gemm import combine_kernel, down_kernel, gate_up_kernel
+from .w4a16_route import count_kernel, place_kernel, plan_kernel, route_kernel
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Kernels run on the CPU in Triton's interpreter, which knows no inline assembly and no bfloat16 product."""
+_CHUNK = 512
+_INTERPRETED_ARCH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One GEMM's prepared weights, rows padded to 64."""
+
+    words: torch.Tensor  # int16 [E, N/64, G, 64, 16], see layouts/lane_words.py
+    scales: torch.Tensor  # int32 [E, N/64, scale words, 64], see layouts/lane_scales.py
+    rows: torch.Tensor  # float32 [E, N]
+    bias: torch.Tensor | None  # [E, N]; the down projection's is not padded
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """What does not depend on the tokens; no field of ``activation`` is RUNTIME."""
+
+    w13: Weights
+    w2: Weights
+    activation: ActivationSpec
+    up_first: bool
+    e4m3: bool
+    """Scale words hold e4m3 scales of 16 columns, otherwise e8m0 scales of 32."""
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.words.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Pairs sorted by expert and cut into token tiles; see ``w4a16_route``."""
+
+    order: torch.Tensor  # int32 [P]
+    num_tiles: torch.Tensor  # int32 [1]
+    tile_expert: torch.Tensor  # int32 [max_tiles]
+    tile_row: torch.Tensor  # int32 [max_tiles]
+    expert_end: torch.Tensor  # int32 [BINS]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.order, self.num_tiles, self.tile_expert, self.tile_row, self.expert_end
+
+
+def run_experts(
+    hidden: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    experts: Experts,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The block.
+
+    Args:
+        hidden: [T, H] bfloat16 or float16; topk_ids: [T, k] int; topk_weights: [T, k] float.
+
+    Returns:
+        [T, H] in ``out_dtype``.
+    """
+    hidden, topk_ids = hidden.contiguous(), topk_ids.contiguous()
+    num_tokens, hidden_size = hidden.shape
+    out = torch.empty(num_tokens, hidden_size, dtype=out_dtype, device=hidden.device)
+    if num_tokens == 0:
+        return out
+    top_k, num_experts = topk_ids.shape[1], experts.num_experts
+    config = choose_config(_arch(hidden.device), topk_ids.numel(), num_experts)
+    routes = route(topk_ids, num_experts, config.block_m)
+    h = _gate_up(hidden, experts, routes, top_k, config)
+    # Products of a lower-precision combine round one by one; a float32 result keeps them.
+    dtype = torch.float32 if out_dtype == torch.float32 else hidden.dtype
+    y = _down(
+        h, topk_weights.contiguous(), experts, routes, config, out.new_empty(h.shape[0], hidden_size, dtype=dtype)
+    )
+    block = 1024
+    grid = (num_tokens, triton.cdiv(hidden_size, block))
+    combine_kernel[grid](
+        y, topk_ids, out, hidden_size, num_experts, TOP_K=top_k, BLOCK=block, INTERPRETED=INTERPRETED, num_warps=4
+    )
+    return out
+
+
+def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routes:
+    """Sort pairs by expert, in one launch or three."""
+    num_pairs = topk_ids.numel()
+    bins = triton.next_power_of_2(num_experts + 2)
+    max_tiles = min(num_pairs, num_pairs // block_m + num_experts)
+    num_chunks = triton.cdiv(num_pairs, _CHUNK)
+    sizes = (num_pairs, 1, max_tiles, max_tiles, bins, bins * num_chunks)
+    workspace = torch.empty(sum(sizes), dtype=torch.int32, device=topk_ids.device)
+    *parts, counts = workspace.split(sizes)
+    routes = Routes(*parts)
+    if num_chunks == 1:
+        chunk = next(size for size in (32, 128, _CHUNK) if num_pairs <= size)
+        route_kernel[(1,)](
+            topk_ids, *routes.tensors, num_pairs, num_experts, CHUNK=chunk, BINS=bins, BLOCK_M=block_m, num_warps=8
+        )
+        return routes
+    grid, shape = (num_chunks,), {"CHUNK": _CHUNK, "BINS": bins, "num_warps": 8}
+    count_kernel[grid](topk_ids, counts, num_pairs, num_experts, **shape)
+    plan_kernel[(1,)](counts, *routes.tensors[1:], num_chunks, num_experts, BINS=bins, BLOCK_M=block_m, num_warps=16)
+    place_kernel[grid](topk_ids, counts, routes.order, num_pairs, num_experts, **shape)
+    return routes
+
+
+def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int, config: W4A16Config) -> torch.Tensor:
+    """h [P, I] in the activation dtype, I padded to 64, rows sorted by expert."""
+    w13, activation, hidden_size = experts.w13, experts.activation, hidden.shape[1]
+    intermediate_size = w13.rows.shape[1] // (2 if activation.gated else 1)
+    h = hidden.new_empty(routes.order.numel(), intermediate_size)
+    limit = activation.limit
+    grid = (routes.tile_expert.numel() * triton.cdiv(intermediate_size, config.gate_up.block_n),)
+    gate_up_kernel[grid](
+        hidden,
+        w13.words,
+        w13.scales,
+        w13.rows,
+        w13.rows if w13.bias is None else w13.bias,
+        *routes.tensors,
+        h,
+        top_k,
+        hidden_size,
+        intermediate_size,
+        activation.alpha,
+        activation.beta,
+        0.0 if limit is None else limit,
+        HAS_BIAS=w13.bias is not None,
+        GATED=activation.gated,
+        UP_FIRST=experts.up_first,
+        HAS_LIMIT=limit is not None,
+        KIND=activation.kind,
+        **_constants(experts, hidden_size, config.block_m, config.gate_up),
+    )
+    return h
+
+
+def _down(
+    h: torch.Tensor, topk_weights: torch.Tensor, experts: Experts, routes: Routes, config: W4A16Config, y: torch.Tensor
+) -> None:
+    """Write y [P, H], by pair, times the routing weights."""
+    w2, hidden_size, intermediate_size = experts.w2, y.shape[1], h.shape[1]
+    grid = (routes.tile_expert.numel() * triton.cdiv(hidden_size, config.down.block_n),)
+    down_kernel[grid](
+        h,
+        w2.words,
+        w2.scales,
+        w2.rows,
+        w2.rows if w2.bias is None else w2.bias.contiguous(),
+        topk_weights,
+        *routes.tensors,
+        y,
+        hidden_size,
+        intermediate_size,
+        HAS_BIAS=w2.bias is not None,
+        **_constants(experts, intermediate_size, config.block_m, config.down),
+    )
+
+
+def _constants(experts: Experts, columns: int, block_m: int, gemm: GemmConfig) -> dict[str, int | bool]:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": gemm.block_n,
+        "BLOCK_K": gemm.block_k,
+        "WHOLE": columns % gemm.block_k == 0,
+        "E4M3": experts.e4m3,
+        "INTERPRETED": INTERPRETED,
+        "num_warps": gemm.num_warps,
+        "num_stages": gemm.num_stages,
+    }
+
+
+def _arch(device: torch.device) -> int:
+    return _INTERPRETED_ARCH if device.type == "cpu" else _device_arch(device.index)
+
+
+@cache
+def _device_arch(index: int | None) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor

@@ -1,0 +1,366 @@
+"""The three GEMM-side kernels of a W4A16 experts block, in Triton.
+
+Weights are the left, wide operand and tokens the right one, so that few tokens waste little of a matrix
+instruction, and a weight goes from its word to the register that the instruction reads. Layouts:
+``layouts/lane_words.py`` and ``layouts/lane_scales.py``. Both dimensions of a weight are padded to 64.
+
+Shapes: P = T*k routed pairs, sorted by expert; G = ceil(K/64) groups; R row tiles of 64.
+"""
+
+# Triton reads these functions itself; they hold no Python types.
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_ROWS = tl.constexpr(64)
+_GROUP = tl.constexpr(64)
+_PLANE = tl.constexpr(16)
+
+
+@triton.jit
+def _bf16_planes(words, s0, s1, s2, s3):
+    """Planes of two words at a time, each times its scale; a lane word's bits need no other change."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, z;
+        mov.b32 z, 0x80008000;
+        and.b32 $0, $4, 0x81C081C0;
+        shl.b32 a, $4, 3;
+        and.b32 $1, a, 0x81C081C0;
+        shl.b32 a, $4, 6;
+        and.b32 $2, a, 0x81C081C0;
+        shl.b32 a, $4, 1;
+        and.b32 a, a, 0x80008000;
+        shr.b32 b, $4, 4;
+        lop3.b32 a, b, 0x00C000C0, a, 0xEA;
+        shr.b32 b, $4, 5;
+        lop3.b32 $3, b, 0x01000100, a, 0xEA;
+        fma.rn.bf16x2 $0, $0, $5, z;
+        fma.rn.bf16x2 $1, $1, $7, z;
+        fma.rn.bf16x2 $2, $2, $9, z;
+        fma.rn.bf16x2 $3, $3, $11, z;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+        args=[words, s0, s1, s2, s3],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _lanes(words, PLANE: tl.constexpr):
+    """int32 lane bits, sign at 15 and magnitude at 8..6, of one plane of int32 words."""
+    if PLANE == 3:
+        return ((words << 1) & 0x8000) | ((words >> 4) & 0x00C0) | ((words >> 5) & 0x0100)
+    return (words << (3 * PLANE)) & 0x81C0
+
+
+@triton.jit
+def _scaled(lanes, scale, DTYPE: tl.constexpr):
+    """Lanes times scales, in ``DTYPE``, through float32: the same values as the packed form, in plain operations."""
+    scale = scale & 0xFFFF
+    if DTYPE.is_fp16():
+        lanes = (lanes & 0x8000) | ((lanes & 0x01C0) << 3)
+        value = lanes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        factor = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = (lanes << 16).to(tl.float32, bitcast=True)
+        factor = (scale << 16).to(tl.float32, bitcast=True)
+    return (value * factor).to(DTYPE)
+
+
+@triton.jit
+def _scale_lanes(byte, E4M3: tl.constexpr, DTYPE: tl.constexpr):
+    """A scale byte as two equal lanes of an int32."""
+    if E4M3:
+        if DTYPE.is_fp16():
+            return byte * 0x00800080 + 0x2C002C00
+        return byte * 0x00100010 + 0x75807580
+    if DTYPE.is_fp16():
+        return tl.maximum(byte - 224, 0) * 0x04000400
+    return byte * 0x00800080
+
+
+@triton.jit
+def _weights(words, scales, E4M3: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """A weight tile [n, K] in ``DTYPE`` from words int16 [n, K/4] and scale words int32 [n, K/64 or K/128]."""
+    ROWS: tl.constexpr = words.shape[0]
+    GROUPS: tl.constexpr = words.shape[1] // _PLANE
+    words = words.reshape(ROWS, GROUPS, _PLANE)
+    if not E4M3:  # each word is two bytes of one group, two of the next
+        scales = tl.join(scales, scales >> 16).reshape(ROWS, GROUPS)
+    shape: tl.constexpr = [ROWS, GROUPS, _PLANE]
+    b0 = _scale_lanes(scales & 0xFF, E4M3, DTYPE)
+    b1 = _scale_lanes((scales >> 8) & 0xFF, E4M3, DTYPE)
+    if E4M3:
+        b2 = _scale_lanes((scales >> 16) & 0xFF, E4M3, DTYPE)
+        b3 = _scale_lanes((scales >> 24) & 0xFF, E4M3, DTYPE)
+        s0, s1, s2, s3 = b0, b1, b2, b3
+    else:
+        s0, s1, s2, s3 = b0, b0, b1, b1
+    s0 = tl.expand_dims(s0, 2).broadcast_to(shape)
+    s1 = tl.expand_dims(s1, 2).broadcast_to(shape)
+    s2 = tl.expand_dims(s2, 2).broadcast_to(shape)
+    s3 = tl.expand_dims(s3, 2).broadcast_to(shape)
+    if DTYPE.is_bf16() and not INTERPRETED:
+        p0, p1, p2, p3 = _bf16_planes(words, s0, s1, s2, s3)
+    else:
+        wide = words.to(tl.int32) & 0xFFFF
+        p0 = _scaled(_lanes(wide, 0), s0, DTYPE)
+        p1 = _scaled(_lanes(wide, 1), s1, DTYPE)
+        p2 = _scaled(_lanes(wide, 2), s2, DTYPE)
+        p3 = _scaled(_lanes(wide, 3), s3, DTYPE)
+    # Only names of registers move here: columns become [group, plane, word].
+    planes = tl.join(tl.join(p0, p2), tl.join(p1, p3))
+    return planes.permute(0, 1, 3, 4, 2).reshape(ROWS, GROUPS * 4 * _PLANE)
+
+
+@triton.jit
+def _load_weights(
+    words,
+    scales,
+    tile_rows,
+    group,
+    num_groups,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    E4M3: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A weight tile [n, BLOCK_K] of one expert, columns from ``64 * group``.
+
+    ``tile_rows`` int32 [n] are rows of the padded weight. Groups past the last are zero unless WHOLE.
+    """
+    word = tl.arange(0, BLOCK_K // 4)
+    word_group = group + word // _PLANE
+    block = (tile_rows // _ROWS) * num_groups
+    offset = (block * (_ROWS * _PLANE) + (tile_rows % _ROWS) * _PLANE)[:, None]
+    offset = offset + (word_group * (_ROWS * _PLANE) + word % _PLANE)[None, :]
+    # Scales: a word a group (e4m3), or a word for two groups (e8m0).
+    PER_WORD: tl.constexpr = 1 if E4M3 else 2
+    scale_word = group // PER_WORD + tl.arange(0, BLOCK_K // _GROUP // PER_WORD)
+    num_scale_words = tl.cdiv(num_groups, PER_WORD)
+    scale_offset = ((tile_rows // _ROWS) * num_scale_words * _ROWS + tile_rows % _ROWS)[:, None]
+    scale_offset = scale_offset + (scale_word * _ROWS)[None, :]
+    if WHOLE:
+        w = tl.load(words + offset)
+        s = tl.load(scales + scale_offset)
+    else:
+        w = tl.load(words + offset, mask=(word_group < num_groups)[None, :], other=0)
+        s = tl.load(scales + scale_offset, mask=(scale_word < num_scale_words)[None, :], other=0)
+    return _weights(w, s, E4M3, DTYPE, INTERPRETED)
+
+
+@triton.jit
+def _load_tokens(tokens, column, K, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """[BLOCK_K, m] of row pointers ``tokens`` [m], columns from ``column``; zero past K unless WHOLE."""
+    k = column + tl.arange(0, BLOCK_K)
+    if WHOLE:
+        return tl.load(tokens[None, :] + k[:, None])
+    return tl.load(tokens[None, :] + k[:, None], mask=(k < K)[:, None], other=0.0)
+
+
+@triton.jit
+def _dot(w, x, acc, INTERPRETED: tl.constexpr):
+    if INTERPRETED:  # the interpreter multiplies bfloat16 bits as integers
+        return tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(w, x, acc)
+
+
+@triton.jit
+def _cast(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 rounded to nearest even."""
+    if INTERPRETED and DTYPE.is_bf16():  # the interpreter truncates
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _activate(x, alpha, KIND: tl.constexpr):
+    """float32 activation; KIND and formulas as ``spec.ActivationSpec``."""
+    if KIND == "silu":
+        return x / (1 + tl.exp(-alpha * x))
+    if KIND == "gelu":
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    if KIND == "gelu_tanh":
+        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        return x / (1 + tl.exp(-inner))
+    if KIND == "relu":
+        return tl.maximum(x, 0.0)
+    tl.static_assert(KIND == "relu2")
+    positive = tl.maximum(x, 0.0)
+    return positive * positive
+
+
+@triton.jit
+def _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M: tl.constexpr):
+    """A token tile's expert (int64), sorted rows, their validity and pairs; rows past the end repeat the last."""
+    expert = tl.load(tile_expert + tile)
+    end = tl.load(expert_end + expert)
+    row = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
+    pair = tl.load(order + tl.minimum(row, end - 1))
+    return expert.to(tl.int64), row, row < end, pair
+
+
+@triton.jit
+def gate_up_kernel(
+    hidden,  # [T, H]
+    words,  # int16 [E, R, G, 64, 16]; gated: gate tiles and up tiles are the halves of R
+    scales,  # int32 [E, R, G or G/2, 64]
+    row_scale,  # float32 [E, N]
+    bias,  # [E, N], N padded as the words
+    order,  # int32 [P] pair of a sorted row
+    num_tiles,  # int32 [1]
+    tile_expert,  # int32 [tiles]
+    tile_row,  # int32 [tiles]
+    expert_end,  # int32 [>= E]
+    h,  # out: [P, I], I padded to 64, sorted rows
+    top_k,
+    H,
+    I,  # noqa: E741
+    alpha,
+    beta,
+    limit,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    E4M3: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    UP_FIRST: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    KIND: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """h = act(hidden @ w13) for one token tile and BLOCK_N intermediate columns."""
+    blocks = tl.cdiv(I, BLOCK_N)
+    tile = tl.program_id(0) // blocks
+    if tile >= tl.load(num_tiles):
+        return
+    DTYPE: tl.constexpr = hidden.dtype.element_ty
+    expert, row, valid, pair = _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M)
+    n = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_read = tl.minimum(n, I - 1)
+    gate_rows, up_rows = n_read, n_read
+    if GATED:
+        if UP_FIRST:
+            gate_rows = n_read + I
+        else:
+            up_rows = n_read + I
+    N = I * 2 if GATED else I
+    groups = tl.cdiv(H, _GROUP)
+    words += expert * (N * groups * _PLANE)
+    scales += expert * (N * tl.cdiv(groups, 1 if E4M3 else 2))
+    tokens = hidden + (pair // top_k).to(tl.int64) * H
+
+    gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for k in range(0, H, BLOCK_K):
+        x = _load_tokens(tokens, k, H, BLOCK_K, WHOLE)
+        w = _load_weights(words, scales, gate_rows, k // _GROUP, groups, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED)
+        gate = _dot(w, x, gate, INTERPRETED)
+        if GATED:
+            w = _load_weights(words, scales, up_rows, k // _GROUP, groups, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED)
+            up = _dot(w, x, up, INTERPRETED)
+
+    row_scale += expert * N
+    bias += expert * N
+    gate *= tl.load(row_scale + gate_rows)[:, None]
+    if HAS_BIAS:
+        gate += tl.load(bias + gate_rows).to(tl.float32)[:, None]
+    if GATED:
+        up *= tl.load(row_scale + up_rows)[:, None]
+        if HAS_BIAS:
+            up += tl.load(bias + up_rows).to(tl.float32)[:, None]
+        if HAS_LIMIT:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+        out = _activate(gate, alpha, KIND) * (up + beta)
+    else:
+        out = _activate(gate, alpha, KIND)
+    pointers = h + row.to(tl.int64)[None, :] * I + n[:, None]
+    tl.store(pointers, _cast(out, DTYPE, INTERPRETED), mask=(n < I)[:, None] & valid[None, :])
+
+
+@triton.jit
+def down_kernel(
+    h,  # [P, I] sorted rows
+    words,  # int16 [E, R, G, 64, 16]
+    scales,  # int32 [E, R, G or G/2, 64]
+    row_scale,  # float32 [E, N], N = H padded to 64
+    bias,  # [E, H]
+    topk_weights,  # [P]
+    order,
+    num_tiles,
+    tile_expert,
+    tile_row,
+    expert_end,
+    y,  # out: [P, H], by pair
+    H,
+    I,  # noqa: E741
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    E4M3: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """y = topk_weight * (h @ w2 + bias) for one token tile and BLOCK_N output columns."""
+    blocks = tl.cdiv(H, BLOCK_N)
+    tile = tl.program_id(0) // blocks
+    if tile >= tl.load(num_tiles):
+        return
+    DTYPE: tl.constexpr = h.dtype.element_ty
+    expert, row, valid, pair = _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M)
+    n = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_read = tl.minimum(n, H - 1)
+    N = tl.cdiv(H, _ROWS) * _ROWS
+    groups = I // _GROUP
+    words += expert * (N * groups * _PLANE)
+    scales += expert * (N * tl.cdiv(groups, 1 if E4M3 else 2))
+    rows = h + tl.where(valid, row, row - tl.arange(0, BLOCK_M)).to(tl.int64) * I
+
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for k in range(0, I, BLOCK_K):
+        x = _load_tokens(rows, k, I, BLOCK_K, WHOLE)
+        w = _load_weights(words, scales, n_read, k // _GROUP, groups, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED)
+        acc = _dot(w, x, acc, INTERPRETED)
+
+    acc *= tl.load(row_scale + expert * N + n_read)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + expert * H + n_read).to(tl.float32)[:, None]
+    acc *= tl.load(topk_weights + pair).to(tl.float32)[None, :]
+    pointers = y + pair.to(tl.int64)[None, :] * H + n[:, None]
+    tl.store(pointers, _cast(acc, y.dtype.element_ty, INTERPRETED), mask=(n < H)[:, None] & valid[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    y,  # [P, H] by pair
+    topk_ids,  # [P]
+    out,  # out: [T, H]
+    H,
+    num_experts,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """out[t] = sum over slots of y[t, slot], in slot order and float32; slots without an expert are not read."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for slot in tl.static_range(TOP_K):
+        pair = token * TOP_K + slot
+        expert = tl.load(topk_ids + pair)
+        end = tl.where((expert >= 0) & (expert < num_experts), H, 0)
+        total += tl.load(y + pair * H + column, mask=column < end, other=0.0).to(tl.float32)
+    tl.store(out + token * H + column, _cast(total, out.dtype.element_ty, INTERPRETED), mask=column < H)
