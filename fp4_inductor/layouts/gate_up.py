@@ -21,7 +21,8 @@ def to_gate_up_halves(rows: torch.Tensor) -> torch.Tensor:
     """
     if rows.shape[1] == 1:
         return rows.clone(memory_format=torch.contiguous_format)
-    return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2).contiguous()
+    pairs: torch.Tensor = rows.unflatten(1, (-1, 2))
+    return pairs.transpose(1, 2).flatten(1, 2).contiguous()
 
 
 def to_interleaved(rows: torch.Tensor) -> torch.Tensor:
@@ -35,7 +36,8 @@ def to_interleaved(rows: torch.Tensor) -> torch.Tensor:
     """
     if rows.shape[1] == 1:
         return rows.clone(memory_format=torch.contiguous_format)
-    return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+    halves: torch.Tensor = rows.unflatten(1, (2, -1))
+    return halves.transpose(1, 2).flatten(1, 2).contiguous()
 
 
 def swap_halves(rows: torch.Tensor) -> torch.Tensor:
