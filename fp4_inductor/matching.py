@@ -84,3 +84,21 @@ class NearMiss:
     progress: float
     packed_bytes: int
     where: SourceLocation
+
+
+@dataclass(frozen=True, slots=True)
+class Recognition:
+    """What a graph holds: its MoE blocks in graph order, and the FP4 weights that are in none."""
+
+    matches: tuple[Match, ...]
+    near_misses: tuple[NearMiss, ...]
+
+
+def find_matches(graph: fx.Graph) -> Recognition:
+    """Recognise the MoE blocks of a functional ATen graph with fake values in ``meta["val"]``.
+
+    Never changes the graph, adds no guard, and never raises for a graph that it does not understand.
+    """
+    from .patterns.search import search  # patterns speak in the types above
+
+    return search(graph)

@@ -115,53 +115,8 @@ def hidden_states(tokens: int = 16, batch: int = 1, dtype: torch.dtype = torch.b
     return torch.randn(batch, tokens, HIDDEN, generator=generator).to(dtype)
 
 
-_LUT = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-
 def pack_experts(model: nn.Module, fmt: str) -> nn.Module:
-    """Give every expert projection random FP4 weights, read through a property that dequantises by a table.
+    """The model with its experts in FP4 ("mxfp4" or "nvfp4"), dequantised by plain ops where they are read."""
+    from fp4_inductor.quantize import quantize_
 
-    ``fmt`` is "mxfp4" or "nvfp4". K, the axis that is packed, is the last one, or the middle one
-    where the module stores ``[E, K, N]``; codes and scales are stored canonically either way.
-    """
-    for layer in moe_layers(model):
-        experts = layer.experts
-        names = [name for name in ("gate_up_proj", "up_proj", "down_proj") if name in experts._parameters]
-        transposed = bool(getattr(experts, "is_transposed", False))
-        for name in names:
-            _pack(experts, name, fmt, transposed)
-        experts.register_buffer("fp4_lut", torch.tensor(_LUT, dtype=torch.bfloat16))
-        properties = {name: property(_reader(name, fmt, transposed)) for name in names}
-        experts.__class__ = type(type(experts).__name__, (type(experts),), properties)
-    return model
-
-
-def _pack(experts: nn.Module, name: str, fmt: str, transposed: bool) -> None:
-    weight = experts._parameters.pop(name)
-    assert weight is not None
-    e, n, k = weight.mT.shape if transposed else weight.shape
-    experts.register_buffer(f"{name}_codes", torch.randint(0, 256, (e, n, k // 2), dtype=torch.uint8))
-    if fmt == "mxfp4":
-        experts.register_buffer(f"{name}_scale", torch.randint(118, 124, (e, n, k // 32), dtype=torch.uint8))
-    else:
-        scale = (torch.rand(e, n, k // 16) * 4 + 0.25).to(torch.float8_e4m3fn)
-        experts.register_buffer(f"{name}_scale", scale)
-        experts.register_buffer(f"{name}_global", torch.rand(e) * 0.02 + 0.01)
-
-
-def _reader(name: str, fmt: str, transposed: bool) -> Any:
-    def read(self: nn.Module) -> torch.Tensor:
-        codes = getattr(self, f"{name}_codes")
-        e, n, half = codes.shape
-        pairs = torch.stack((codes & 15, codes >> 4), dim=-1).reshape(e, n, 2 * half)
-        values = self.fp4_lut[pairs.int()]
-        scale = getattr(self, f"{name}_scale")
-        if fmt == "mxfp4":
-            factor = torch.exp2(scale.float() - 127).to(torch.bfloat16)
-        else:
-            factor = scale.float() * getattr(self, f"{name}_global")[:, None, None]
-        groups = values.reshape(e, n, scale.shape[-1], -1) * factor[..., None]
-        weight = groups.reshape(e, n, 2 * half).to(torch.bfloat16)
-        return weight.mT if transposed else weight
-
-    return read
+    return quantize_(model, fmt)

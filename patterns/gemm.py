@@ -1,0 +1,111 @@
+"""Grouped and gathered GEMMs over experts, read into one value; each form has its own file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..matching import NoMatch
+from .graph_tools import CAST, aten, dtype, is_call, readers, row_gather, same, shape, source, swaps_last_two, viewed
+from .rows import RowOrder
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGemm:
+    """``out[s] = W[expert of row s] @ rows[s]`` for T*k rows.
+
+    Attributes:
+        node: the GEMM.
+        form: name of the pattern that read it.
+        rows: the activations as the GEMM reads them, ``[T*k, K]`` behind views.
+        weight: the experts' weights behind matrix transposes: ``[E, N, K]``, or ``[E, K, N]`` if ``k_first``.
+        order: which expert, token and slot each row holds.
+        nodes: the GEMM and the nodes between it and ``weight``, views left out.
+    """
+
+    node: fx.Node
+    form: str
+    rows: fx.Node
+    weight: fx.Node
+    k_first: bool
+    order: RowOrder
+    nodes: frozenset[fx.Node]
+
+    @property
+    def sizes(self) -> tuple[int | object, int | object, int | object]:
+        """E, N, K."""
+        experts, first, second = shape(self.weight)
+        return (experts, second, first) if self.k_first else (experts, first, second)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """An expert GEMM with its bias.
+
+    Attributes:
+        out: the result ``[T*k, N]``, bias added, bias added; a view that every reader goes through.
+        bias: ``[E, N]``, or None.
+        nodes: the steps from GEMM to ``out``, views left out.
+    """
+
+    gemm: ExpertGemm
+    out: fx.Node
+    bias: fx.Node | None
+    nodes: frozenset[fx.Node]
+
+
+def through_transposes(node: fx.Node) -> tuple[fx.Node, bool, frozenset[fx.Node]]:
+    """The node behind matrix transposes and copies, whether it is transposed against ``node``, and the transposes."""
+    passed: set[fx.Node] = set()
+    while swaps_last_two(node) or is_call(node, aten.clone.default):
+        if swaps_last_two(node):
+            passed.add(node)
+        base = node.args[0]
+        assert isinstance(base, fx.Node)
+        node = base
+    return node, len(passed) % 2 == 1, frozenset(passed)
+
+
+def with_bias(gemm: ExpertGemm) -> Projection:
+    """The GEMM with the experts' bias that is added to its rows, if there is one.
+
+    Raises:
+        NoMatch: something is added that is no bias of the row's expert.
+    """
+    found = readers(gemm.node)
+    if len(found) != 1 or not is_call(found[0][0], aten.add.Tensor):
+        return Projection(gemm, settled(gemm.node), None, gemm.nodes)
+    add, shown = found[0]
+    left, right = add.args[:2]
+    addend = right if left is shown else left
+    if not isinstance(addend, fx.Node) or add.kwargs.get("alpha", 1) != 1:
+        return Projection(gemm, settled(gemm.node), None, gemm.nodes)
+    read = source(addend)
+    nodes = {add, read}
+    if is_call(read, CAST) and dtype(read).is_floating_point:
+        read = source(read.args[0])
+        nodes.add(read)
+    gather = row_gather(read)
+    if gather is None:
+        raise NoMatch("{} adds {} to the rows of {}, which is no bias", add.name, read.name, gemm.node.name, node=add)
+    bias, index = gather
+    if not gemm.order.holds_experts(index):
+        raise NoMatch("the bias {} is not gathered by the experts of the rows", bias.name, node=read)
+    experts, rows, _ = gemm.sizes
+    if len(shape(bias)) != 2 or not same(shape(bias)[0], experts) or not same(shape(bias)[1], rows):
+        raise NoMatch("the bias {} is not [E, N]", bias.name, node=bias)
+    return Projection(gemm, settled(add), bias, gemm.nodes | nodes)
+
+
+def settled(node: fx.Node) -> fx.Node:
+    """The last view of ``node`` with two axes that all its readers go through, or ``node``."""
+    shown = found = node
+    while len(shown.users) == 1:
+        user = next(iter(shown.users))
+        if viewed(user) is not shown:
+            break
+        shown = user
+        if len(shape(shown)) == 2:
+            found = shown
+    return found

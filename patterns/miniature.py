@@ -1,0 +1,160 @@
+"""A small copy of a region: the same operations at sizes that a probe can afford.
+
+Sizes are renamed all over: where the graph says H, the copy says 32. That is what tracing the same
+model with smaller hyperparameters would give; expert count and top-k stay as they are. A graph in which
+one number means two things that cannot both be renamed keeps more of its own sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..matching import NoMatch
+from .graph_tools import is_size, shape
+from .probing import cone, isolated, size_hint
+
+_SIZE_ARGUMENTS = frozenset(
+    {"size", "shape", "sizes", "length", "split_size", "split_sizes", "start", "end", "output_size"}
+)
+"""Arguments that are sizes. What else is a number in a graph keeps its value."""
+
+_TOKENS, _WIDTHS = (5, 6, 7, 9, 11), (32, 48, 64, 80, 112)
+"""Widths are multiples of 16, which grouped GEMMs ask for."""
+
+_EXECUTION_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a block."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Miniature:
+    """A region at small sizes.
+
+    Attributes:
+        output: stands for the region's output, in a graph of its own.
+        feeds: the copy of each feed, under the feed's name.
+        sizes: the copy's.
+    """
+
+    output: fx.Node
+    feeds: Mapping[Any, fx.Node]
+    sizes: Sizes
+
+
+def miniature(output: fx.Node, feeds: Mapping[fx.Node, Any], sizes: Sizes, symbols: Mapping[Any, int]) -> Miniature:
+    """Copy the region from ``feeds`` to ``output`` at the smallest sizes that can be told apart.
+
+    Args:
+        sizes: what the region's sizes are once its dynamic ones have the values of ``symbols``.
+
+    Raises:
+        NoMatch: an operation of the region does not run at other sizes.
+    """
+    renamed, names = _rename(sizes, shrink_tokens=not symbols)
+    copier = _Copier(names, symbols, output.graph)
+    for feed, name in feeds.items():
+        copier.feed(feed, str(name))
+    with isolated():
+        for node in cone([output], feeds):
+            copier.copy(node)
+    copies = {name: copier.copies[feed] for feed, name in feeds.items()}
+    return Miniature(copier.copies[output], copies, renamed)
+
+
+def small_symbols(feeds: Iterable[fx.Node]) -> dict[Any, int]:
+    """A small value for every symbol in the sizes of ``feeds``."""
+    symbols = {
+        s for feed in feeds for size in shape(feed) if not isinstance(size, int) for s in size.node.expr.free_symbols
+    }
+    return dict.fromkeys(symbols, _TOKENS[0])
+
+
+def _rename(old: Sizes, *, shrink_tokens: bool) -> tuple[Sizes, dict[int, int]]:
+    """Small sizes, and the one-to-one map of numbers that leads to them."""
+    fixed = {0, 1, old.top_k, old.experts, old.experts - 1}
+
+    def choices(size: int, smaller: tuple[int, ...]) -> list[int]:
+        return [size] if size in fixed else [*(s for s in smaller if s < size), size]
+
+    tokens = choices(old.tokens, _TOKENS) if shrink_tokens else [old.tokens]
+    for t, h, i in itertools.product(tokens, choices(old.hidden, _WIDTHS), choices(old.intermediate, _WIDTHS)):
+        new = Sizes(t, old.top_k, old.experts, h, i)
+        pairs = {*((n, n) for n in fixed), *zip(_numbers(old), _numbers(new), strict=True)}
+        if len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs):
+            return new, dict(pairs)
+    return old, {}
+
+
+def _numbers(sizes: Sizes) -> tuple[int, ...]:
+    tokens, width, inner = sizes.tokens, sizes.hidden, sizes.intermediate
+    return tokens, tokens * sizes.top_k, width, inner, 2 * inner
+
+
+class _Copier:
+    """Copies nodes with sizes renamed; each copy carries its value's shape and dtype."""
+
+    def __init__(self, names: Mapping[int, int], symbols: Mapping[Any, int], original: fx.Graph) -> None:
+        self.names, self.symbols = names, symbols
+        self.graph = fx.Graph()
+        self.graph.owning_module = original.owning_module
+        self.copies: dict[fx.Node, Any] = {}
+
+    def feed(self, node: fx.Node, name: str) -> None:
+        copy = self.graph.placeholder(name)
+        value: torch.Tensor = node.meta["val"]
+        copy.meta["val"] = torch.empty([self._size(s) for s in value.shape], dtype=value.dtype, device="meta")
+        self.copies[node] = copy
+
+    def copy(self, node: fx.Node) -> None:
+        if is_size(node):
+            self.copies[node] = self._size(node.meta["val"])
+        elif node.op == "call_function":
+            args, kwargs = self._arguments(node)
+            copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            copy.meta["val"] = self._run(copy)
+            self.copies[node] = copy
+        else:
+            self.copies[node] = self.graph.node_copy(node)
+
+    def _size(self, size: int | torch.SymInt) -> int:
+        return self.names.get(size, size) if isinstance(size, int) else size_hint(size, self.symbols)
+
+    def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        schema = getattr(node.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        args = [
+            self._sized(arg) if name in _SIZE_ARGUMENTS else arg
+            for name, arg in itertools.zip_longest(names[: len(node.args)], node.args)
+        ]
+        kwargs = {name: self._sized(arg) if name in _SIZE_ARGUMENTS else arg for name, arg in node.kwargs.items()}
+        return fx.map_arg((tuple(args), kwargs), self.copies.__getitem__)
+
+    def _sized(self, arg: Any) -> Any:
+        if isinstance(arg, list | tuple):
+            return [self._sized(item) for item in arg]
+        return self.names.get(arg, arg) if isinstance(arg, int) else arg
+
+    def _run(self, copy: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "meta"}
+        try:
+            return copy.target(*args, **kwargs)  # type: ignore[operator]
+        except _EXECUTION_ERRORS as error:
+            reason = str(error).partition("\n")[0]
+            raise NoMatch("{} does not run at other sizes: {}", copy.name, reason) from None

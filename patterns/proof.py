@@ -1,0 +1,158 @@
+"""The numeric reading of a whole block: run the region as it is written and compare with what its spec means.
+
+Nothing here knows how a block is spelled. The region is cut at the operands, run in float64 on random
+values, and compared with a mixture of experts written down directly from the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import fx
+
+from ..matching import NoMatch
+from ..reference import activate
+from ..spec import RUNTIME, ActivationSpec, Operand
+from .block import Block
+from .graph_tools import shape
+from .miniature import Miniature, Sizes, miniature, small_symbols
+from .probing import cone, evaluate, isolated, size_hint
+from .signature import Memo, signature
+
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """One kind of values. What only shows at some amplitude, weight or load is tried there."""
+
+    amplitude: float
+    weights: Literal["usual", "tiny", "signed"]
+    ids: Literal["distinct", "crowded"]
+
+
+REGIMES = (
+    Regime(1.0, "usual", "distinct"),
+    Regime(0.05, "tiny", "crowded"),
+    Regime(12.0, "signed", "distinct"),
+    Regime(100.0, "usual", "crowded"),
+)
+
+
+def prove(block: Block, memo: Memo) -> None:
+    """Refuse a block that does not compute what was read. Equal regions that were read alike are run once.
+
+    Raises:
+        NoMatch: the region computes something else, or cannot be run.
+    """
+    (_, _, width), (experts, _, intermediate) = block.w13.shape, block.w2.shape
+    symbols = small_symbols(block.feeds)
+    sizes = Sizes(size_hint(shape(block.hidden)[0], symbols), block.top_k, experts, width, intermediate)
+    small = miniature(block.output, block.feeds, sizes, symbols)
+    nodes = cone([small.output], ())
+    names = tuple(node.name for node in nodes if node.op == "placeholder")
+    read = (block.activation, block.order, block.up.gemm.k_first, block.down.gemm.k_first)
+    memo.get(("block", signature(nodes), names, read), lambda: _prove(block, small))
+
+
+def _prove(block: Block, small: Miniature) -> bool:
+    for seed, regime in enumerate(REGIMES):
+        for scale in (1.0, 0.25) if block.scalars else (1.0,):
+            _compare(block, small, regime, scale, seed)
+    return True
+
+
+def _compare(block: Block, small: Miniature, regime: Regime, scale: float, seed: int) -> None:
+    with isolated():
+        values = _values(block, small.sizes, regime, scale, seed)
+        fed = {node: _as_fed(block, operand, values[operand], node) for operand, node in small.feeds.items()}
+        (got,) = evaluate([small.output], fed)
+        want = mixture(values, _with_scalars(block.activation, values), block)
+        got = got.reshape(want.shape)
+        scale_of_row = want.abs().amax(dim=-1, keepdim=True).clamp_min(want.abs().max() * 1e-6)
+        error = float(((got - want).abs() / scale_of_row).max())
+    if not error <= _TOLERANCE:
+        raise NoMatch(
+            "the block does not compute what was read: it differs by {:.2g} with {}", error, regime, node=block.output
+        )
+
+
+def _values(block: Block, sizes: Sizes, regime: Regime, scale: float, seed: int) -> dict[Operand, torch.Tensor]:
+    """Random operands, float64, weights as ``[E, N, K]``."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, width, inner = sizes.tokens, sizes.hidden, sizes.intermediate
+    rows = 2 * inner if block.activation.gated else inner
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    values = {
+        Operand.HIDDEN: normal(tokens, width) * regime.amplitude,
+        Operand.TOPK_IDS: _ids(regime, tokens, sizes, generator),
+        Operand.TOPK_WEIGHTS: _weights(regime, normal(tokens, sizes.top_k)),
+        Operand.W13: normal(sizes.experts, rows, width) / width**0.5,
+        Operand.W2: normal(sizes.experts, width, inner) / inner**0.5,
+        Operand.W13_BIAS: normal(sizes.experts, rows) * regime.amplitude,
+        Operand.W2_BIAS: normal(sizes.experts, width) * regime.amplitude,
+        Operand.ALPHA: torch.tensor(1.37 * scale, dtype=torch.float64),
+        Operand.BETA: torch.tensor(0.81 * scale, dtype=torch.float64),
+        Operand.LIMIT: torch.tensor(2.3 * scale, dtype=torch.float64),
+    }
+    return {operand: values[operand] for operand in block.feeds.values()}
+
+
+def _ids(regime: Regime, tokens: int, sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
+    """Ids ``[T, k]``; "crowded" sends many rows to one expert and none to some others."""
+    scores = torch.rand(tokens, sizes.experts, generator=generator)
+    if regime.ids == "crowded":
+        scores[:, sizes.experts // 2] += 1
+        scores[:, 0] -= 1
+    return scores.topk(sizes.top_k, dim=-1).indices
+
+
+def _weights(regime: Regime, normal: torch.Tensor) -> torch.Tensor:
+    if regime.weights == "tiny":
+        return normal.abs() * 1e-4
+    return normal * 3 if regime.weights == "signed" else torch.softmax(normal, dim=-1)
+
+
+def _as_fed(block: Block, operand: Operand, value: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    """A value in the layout that the graph has it in."""
+    k_first = {Operand.W13: block.up.gemm.k_first, Operand.W2: block.down.gemm.k_first}.get(operand, False)
+    if k_first:
+        return value.mT
+    if operand is Operand.TOPK_IDS:
+        value = value.to(block.ids.meta["val"].dtype)
+    return value.reshape(node.meta["val"].shape)
+
+
+def _with_scalars(activation: ActivationSpec, values: Mapping[Operand, torch.Tensor]) -> ActivationSpec:
+    """``activation`` with the values of its runtime fields."""
+    for field, operand in (("alpha", Operand.ALPHA), ("beta", Operand.BETA), ("limit", Operand.LIMIT)):
+        if getattr(activation, field) is RUNTIME:
+            activation = replace(activation, **{field: float(values[operand])})  # type: ignore[arg-type]
+    return activation
+
+
+def mixture(values: Mapping[Operand, torch.Tensor], activation: ActivationSpec, block: Block) -> torch.Tensor:
+    """A mixture of experts, every slot's product written out.
+
+    Args:
+        values: hidden ``[T, H]``, ids and weights ``[T, k]``, W13 ``[E, N, H]``, W2 ``[E, H, I]``, biases
+            ``[E, N]`` and ``[E, H]`` where there are any.
+
+    Returns:
+        ``[T, H]`` in the dtype of the values.
+    """
+    ids = values[Operand.TOPK_IDS].long()
+    gate_up = torch.einsum("tknh,th->tkn", values[Operand.W13][ids], values[Operand.HIDDEN])
+    if Operand.W13_BIAS in values:
+        gate_up = gate_up + values[Operand.W13_BIAS][ids]
+    inner = activate(gate_up, activation, block.order)
+    out = torch.einsum("tkhi,tki->tkh", values[Operand.W2][ids], inner)
+    if Operand.W2_BIAS in values:
+        out = out + values[Operand.W2_BIAS][ids]
+    return (out * values[Operand.TOPK_WEIGHTS].unsqueeze(-1)).sum(dim=1)

@@ -1,0 +1,224 @@
+"""What the T*k rows of an expert GEMM hold: which token, which of its k slots, which expert.
+
+Rows are in slot order (row s is slot s % k of token s // k) or sorted by expert, where row r is slot
+``perm[r]``. Everything that is gathered for rows must be read against the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..matching import NoMatch
+from .graph_tools import (
+    CAST,
+    arguments,
+    aten,
+    dtype,
+    is_call,
+    is_floor_division,
+    is_iota,
+    numel,
+    readers,
+    row_gather,
+    same,
+    same_shape,
+    shape,
+    source,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """How rows are laid out.
+
+    Attributes:
+        ids: expert ids, ``[T, k]`` or any view of it, behind all views.
+        perm: None in slot order, else the node that says which slot each row holds.
+        sorted_ids: ``ids[perm]`` as the sort returns it.
+    """
+
+    ids: fx.Node
+    perm: fx.Node | None = None
+    sorted_ids: fx.Node | None = None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(node for node in (self.ids, self.perm, self.sorted_ids) if node is not None)
+
+    def holds_experts(self, node: fx.Node) -> bool:
+        """Whether ``node`` is the expert of each row."""
+        node = source(node)
+        if self.perm is None:
+            return node is self.ids
+        return node is self.sorted_ids or self._by_perm(node) is self.ids
+
+    def per_slot(self, node: fx.Node) -> fx.Node:
+        """The per-slot values, behind views, that ``node`` holds in row order.
+
+        Raises:
+            NoMatch: gathered in another order.
+        """
+        node = source(node)
+        if self.perm is None:
+            return node
+        slots = self._by_perm(node)
+        if slots is None:
+            raise NoMatch("{} is not gathered by the permutation that sorts the tokens", node.name, node=node)
+        return slots
+
+    def _by_perm(self, node: fx.Node) -> fx.Node | None:
+        """x, behind views, where ``node`` is ``x[perm]``."""
+        gather = row_gather(node)
+        return source(gather[0]) if gather and self.perm is not None and source(gather[1]) is self.perm else None
+
+    def per_token(self, rows: fx.Node, top_k: int) -> fx.Node:
+        """The per-token matrix ``[T, ...]`` that ``rows`` repeats for every row.
+
+        The result keeps its dtype: a cast between it and the rows would change the values.
+
+        Raises:
+            NoMatch: rows are not each their own token's.
+        """
+        node = source(rows)
+        if self.perm is not None:
+            slots = self._by_perm(node)
+            if slots is not None and top_k > 1:
+                return RowOrder(self.ids).per_token(slots, top_k)
+        elif is_call(node, aten.expand.default):
+            return matrix(_repeated(node, top_k))
+        elif top_k == 1 and row_gather(node) is None:
+            return matrix(rows)
+        gather = row_gather(node)
+        if gather is None:
+            raise NoMatch("rows of the first GEMM are not gathered tokens but {}", node.name, node=node)
+        if not self.holds_tokens(gather[1], top_k):
+            raise NoMatch("{} is not the token of each row", gather[1].name, node=gather[1])
+        return gather[0]
+
+    def holds_tokens(self, node: fx.Node, top_k: int) -> bool:
+        """Whether ``node`` is the token of each row: its slot // k."""
+        node = source(node)
+        slots = numel(self.ids)
+        if self.perm is None:
+            if is_call(node, aten.expand.default):
+                column = node.args[0]
+                assert isinstance(column, fx.Node)
+                pairs = len(shape(node)) == 2 and same(shape(node)[1], top_k)
+                return pairs and _is_column(column) and is_iota(source(column), shape(node)[0])
+            division = is_floor_division(node)
+            return bool(division and division[1] == top_k and is_iota(source(division[0]), slots))
+        slot_tokens = self._by_perm(node)
+        if slot_tokens is not None:
+            return RowOrder(self.ids).holds_tokens(slot_tokens, top_k)
+        division = is_floor_division(node)
+        if division is None and top_k == 1:
+            return node is self.perm
+        return bool(division and division[1] == top_k and source(division[0]) is self.perm)
+
+    def restores_slots(self, node: fx.Node) -> bool:
+        """Whether ``node`` is the inverse permutation: which row each slot is in."""
+        node = source(node)
+        if self.perm is None:
+            return False
+        if is_call(node, aten.index_put.default):
+            args = arguments(node)
+            indices, rows = args["indices"], source(args["values"])
+            one = len(indices) == 1 and indices[0] is not None and source(indices[0]) is self.perm
+            return one and not args["accumulate"] and is_iota(rows, numel(self.perm))
+        if is_call(node, aten.scatter.src):
+            args = arguments(node)
+            return source(args["index"]) is self.perm and is_iota(source(args["src"]), numel(self.perm))
+        order = sort_result(node, 1)
+        return order is not None and source(order) is self.perm
+
+
+def _is_column(node: fx.Node) -> bool:
+    return len(shape(node)) == 2 and same(shape(node)[1], 1)
+
+
+def _repeated(node: fx.Node, top_k: int) -> fx.Node:
+    """x ``[T, 1, H]`` where ``node`` is ``x[:, None].expand(T, k, H)``."""
+    base = node.args[0]
+    if isinstance(base, fx.Node) and len(shape(base)) == 3:
+        tokens, one, width = shape(base)
+        if same(one, 1) and same_shape(node, (tokens, top_k, width)):
+            return matrix(base)
+    raise NoMatch("{} does not repeat each token {} times", node.name, top_k, node=node)
+
+
+def matrix(node: fx.Node) -> fx.Node:
+    """The nearest node behind views that has two axes, or the one behind all views."""
+    while len(shape(node)) != 2 and node.op == "call_function":
+        base = node.args[0]
+        if not isinstance(base, fx.Node) or source(base) is not source(node):
+            break
+        node = base
+    return node
+
+
+def sort_result(node: fx.Node, item: int) -> fx.Node | None:
+    """The key where ``node`` is item 0 (values) or 1 (indices) of an ascending sort of all its elements."""
+    if not (node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem" and node.args[1] == item):
+        return None
+    sort = node.args[0]
+    if not is_call(sort, aten.sort.default, aten.sort.stable):
+        return None
+    assert isinstance(sort, fx.Node)
+    args = arguments(sort)
+    key = args["self"]
+    flat = len(shape(key)) == 1 and args["dim"] in (-1, 0)
+    return key if flat and not args["descending"] else None
+
+
+def sorted_order(sorted_ids: fx.Node) -> RowOrder:
+    """The order that a sort of the expert ids gives, from its first result.
+
+    Raises:
+        NoMatch: not a sort of flat ids.
+    """
+    key = sort_result(sorted_ids, 0)
+    if key is None:
+        raise NoMatch("{} is not the values of an ascending sort", sorted_ids.name, node=sorted_ids)
+    sort = sorted_ids.args[0]
+    assert isinstance(sort, fx.Node)
+    perms = [user for user in sort.users if user.args[1] == 1]
+    if len(perms) != 1:
+        raise NoMatch("the sort {} gives no permutation", sort.name, node=sort)
+    return RowOrder(source(key), perms[0], sorted_ids)
+
+
+def order_from_counts(counted: fx.Node) -> RowOrder:
+    """The order of rows whose experts are counted in ``counted``: sorted ids, or ids that one sort reads."""
+    counted = source(counted)
+    if sort_result(counted, 0) is not None:
+        return sorted_order(counted)
+    sorts = [
+        user
+        for reader, _ in readers(counted)
+        if is_call(reader, aten.sort.default, aten.sort.stable)
+        for user in reader.users
+        if user.args[1] == 1 and sort_result(user, 1) is not None
+    ]
+    if len(sorts) != 1:
+        raise NoMatch("{} sorts read the counted expert ids, not one", len(sorts), node=counted)
+    sort = sorts[0].args[0]
+    assert isinstance(sort, fx.Node)
+    values = [user for user in sort.users if user.args[1] == 0]
+    return RowOrder(counted, sorts[0], values[0] if values else None)
+
+
+def integer_cast(node: fx.Node) -> fx.Node:
+    """``node`` behind views and casts of integer values that keep every expert id exact."""
+    node = source(node)
+    while is_call(node, CAST):
+        base = source(node.args[0])
+        if dtype(base).is_floating_point or dtype(node) not in _EXACT:
+            break
+        node = base
+    return node
+
+
+_EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
