@@ -22,7 +22,7 @@ from .quant import PackedTensors, dequantize
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
+class CarriedWeight:
     """A packed parameter: its name, its format, and whether the module stores it as ``[E, K, N]``."""
 
     name: str
@@ -52,9 +52,9 @@ class PackedWeight:
         return tuple(name for name in names if name is not None)
 
 
-def packed_weights(module: nn.Module) -> tuple[PackedWeight, ...]:
+def carried_weights(module: nn.Module) -> tuple[CarriedWeight, ...]:
     """The packed parameters of a module, empty for one that carries none."""
-    return module._packed_weights if isinstance(module, WeightCarrier) else ()
+    return module._carried_weights if isinstance(module, WeightCarrier) else ()
 
 
 def transposed_experts(module: nn.Module) -> bool | None:
@@ -66,7 +66,7 @@ def transposed_experts(module: nn.Module) -> bool | None:
     return is_transposed if isinstance(has_gate, bool) and isinstance(is_transposed, bool) else None
 
 
-def pack_parameter(module: nn.Module, weight: PackedWeight, tensors: PackedTensors, dtype: torch.dtype) -> None:
+def pack_parameter(module: nn.Module, weight: CarriedWeight, tensors: PackedTensors, dtype: torch.dtype) -> None:
     """Put packed tensors in the place of parameter ``weight.name``, in place.
 
     Args:
@@ -74,7 +74,7 @@ def pack_parameter(module: nn.Module, weight: PackedWeight, tensors: PackedTenso
         tensors: canonical; codes ``uint8 [E, N, K/2]``, scale ``[E, N, K/bs]``, global scale ``float32 [E, 1]``.
         dtype: of the weight that the module's forward will read.
     """
-    carried = packed_weights(module)
+    carried = carried_weights(module)
     base: type = module._unpacked_class if isinstance(module, WeightCarrier) else type(module)
     del module._parameters[weight.name]
     for name, tensor in zip(weight.tensor_names, (t for t in tensors if t is not None), strict=True):
@@ -86,13 +86,13 @@ def pack_parameter(module: nn.Module, weight: PackedWeight, tensors: PackedTenso
 class WeightCarrier(nn.Module):
     """What every carrier adds to its module's class. Instances are made by ``pack_parameter``."""
 
-    _packed_weights: tuple[PackedWeight, ...] = ()
+    _carried_weights: tuple[CarriedWeight, ...] = ()
     _unpacked_class: type = nn.Module
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> WeightCarrier:
         """Move packed tensors as bytes, so that ``.to(dtype)`` changes what they decode to, not them."""
-        packed = {id(self._parameters[name]) for weight in self._packed_weights for name in weight.tensor_names}
-        for weight in self._packed_weights:
+        packed = {id(self._parameters[name]) for weight in self._carried_weights for name in weight.tensor_names}
+        for weight in self._carried_weights:
             device = self._parameters[weight.codes_name].device  # type: ignore[union-attr]
             probe = fn(torch.empty(0, dtype=getattr(self, weight.dtype_name), device=device))
             setattr(self, weight.dtype_name, probe.dtype)
@@ -104,7 +104,7 @@ class WeightCarrier(nn.Module):
         return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        for weight in self._packed_weights:
+        for weight in self._carried_weights:
             if name == weight.name:
                 _refuse_assignment(self, weight)
         super().register_parameter(name, param)
@@ -120,7 +120,7 @@ class WeightCarrier(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Refuse other dtypes: copying them would convert numbers where bits are meant."""
-        for name in (name for weight in self._packed_weights for name in weight.tensor_names):
+        for name in (name for weight in self._carried_weights for name in weight.tensor_names):
             found, needed = state_dict.get(prefix + name), self._parameters[name]
             if found is not None and needed is not None and found.dtype != needed.dtype:
                 error_msgs.append(f"dtype mismatch for {prefix + name}: needed {needed.dtype}, got {found.dtype}.")
@@ -131,11 +131,11 @@ class WeightCarrier(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The dynamic class has no importable name: pickle what it is made of."""
         reduced: tuple[Any, ...] = tuple(super().__reduce_ex__(protocol))
-        return (_new_carrier, (self._unpacked_class, self._packed_weights), *reduced[2:])
+        return (_new_carrier, (self._unpacked_class, self._carried_weights), *reduced[2:])
 
     def extra_repr(self) -> str:
         lines = [super().extra_repr()]
-        for weight in self._packed_weights:
+        for weight in self._carried_weights:
             experts, rows, half = self._parameters[weight.codes_name].shape  # type: ignore[union-attr]
             shape = [experts, 2 * half, rows] if weight.transposed else [experts, rows, 2 * half]
             dtype = str(getattr(self, weight.dtype_name)).removeprefix("torch.")
@@ -144,24 +144,24 @@ class WeightCarrier(nn.Module):
 
 
 @functools.cache
-def carrier_class(base: type, weights: tuple[PackedWeight, ...]) -> type[WeightCarrier]:
+def carrier_class(base: type, weights: tuple[CarriedWeight, ...]) -> type[WeightCarrier]:
     """The one subclass of ``base`` that carries ``weights``."""
     namespace: dict[str, Any] = {weight.name: _weight_property(weight) for weight in weights}
     namespace |= {
         "__module__": base.__module__,
         "__doc__": f"{base.__qualname__} with {', '.join(f'{w.name} in {w.format}' for w in weights)}.",
-        "_packed_weights": weights,
+        "_carried_weights": weights,
         "_unpacked_class": base,
     }
     return type(f"Fp4{base.__name__}", (WeightCarrier, base), namespace)
 
 
-def _new_carrier(base: type, weights: tuple[PackedWeight, ...]) -> WeightCarrier:
+def _new_carrier(base: type, weights: tuple[CarriedWeight, ...]) -> WeightCarrier:
     cls = carrier_class(base, weights)
     return cls.__new__(cls)
 
 
-def _weight_property(weight: PackedWeight) -> property:
+def _weight_property(weight: CarriedWeight) -> property:
     fmt, transposed, global_scale_name = weight.format, weight.transposed, weight.global_scale_name
     codes_name, scale_name, dtype_name = weight.codes_name, weight.scale_name, weight.dtype_name
 
@@ -178,7 +178,7 @@ def _weight_property(weight: PackedWeight) -> property:
     return property(read, write, doc=f"The weight that {codes_name} and its scales stand for.")
 
 
-def _refuse_assignment(module: WeightCarrier, weight: PackedWeight) -> None:
+def _refuse_assignment(module: WeightCarrier, weight: CarriedWeight) -> None:
     parts = ", ".join(weight.tensor_names)
     raise AttributeError(
         f"{type(module).__name__}.{weight.name} is computed from packed {weight.format} parameters and cannot be "

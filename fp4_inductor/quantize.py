@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from .errors import QuantizationError
 from .formats import BlockFormat, get_format
-from .modules import PackedWeight, pack_parameter, packed_weights, transposed_experts
+from .modules import CarriedWeight, carried_weights, pack_parameter, transposed_experts
 from .quant import PackedTensors, quantize
 
 Filter: TypeAlias = "Callable[[str, nn.Parameter], bool | Literal['transposed']]"
@@ -59,7 +59,7 @@ def quantize_(model: nn.Module, format: str | BlockFormat, *, filter: Filter | N
 @dataclass(frozen=True, slots=True)
 class _Target:
     module: nn.Module
-    weight: PackedWeight
+    weight: CarriedWeight
     where: str
     layout_is_declared: bool
 
@@ -106,7 +106,7 @@ class _Target:
         pack_parameter(self.module, self.weight, tensors, dtype)
 
 
-def _quantize_experts(values: torch.Tensor, weight: PackedWeight) -> PackedTensors:
+def _quantize_experts(values: torch.Tensor, weight: CarriedWeight) -> PackedTensors:
     """Quantise expert by expert, so that only one is ever held in float32.
 
     Args:
@@ -137,12 +137,12 @@ def _find(model: nn.Module, fmt: BlockFormat, filter: Filter | None) -> Iterator
                 chosen = filter(where, parameter)
             if chosen:
                 transposed = chosen == "transposed" or bool(declared)
-                yield _Target(module, PackedWeight(name, fmt, transposed), where, declared is not None)
+                yield _Target(module, CarriedWeight(name, fmt, transposed), where, declared is not None)
 
 
 def _refuse_nothing_found(model: nn.Module, fmt: BlockFormat, filter: Filter | None) -> None:
     did = f"quantising {type(model).__name__} to {fmt}"
-    packed = sorted({w.format.name for module in model.modules() for w in packed_weights(module)})
+    packed = sorted({w.format.name for module in model.modules() for w in carried_weights(module)})
     if packed:
         raise QuantizationError(did, needed="unquantised expert weights", got=f"experts already in {', '.join(packed)}")
     candidates = [name for name, p in model.named_parameters() if p.dim() == 3]

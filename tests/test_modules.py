@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp4_inductor.formats import FORMATS, MXFP4, NVFP4, BlockFormat
-from fp4_inductor.modules import PackedWeight, WeightCarrier, pack_parameter, packed_weights
+from fp4_inductor.modules import CarriedWeight, WeightCarrier, carried_weights, pack_parameter
 from fp4_inductor.quant import dequantize, quantize
 
 E, N, K = 4, 48, 64
@@ -32,8 +32,8 @@ class Experts(nn.Module):
 
 def pack(module: Experts, fmt: BlockFormat) -> Experts:
     w13, w2 = module.w13.detach(), module.w2.detach()
-    pack_parameter(module, PackedWeight("w13", fmt), quantize(w13, fmt), w13.dtype)
-    pack_parameter(module, PackedWeight("w2", fmt, transposed=True), quantize(w2.mT, fmt), w2.dtype)
+    pack_parameter(module, CarriedWeight("w13", fmt), quantize(w13, fmt), w13.dtype)
+    pack_parameter(module, CarriedWeight("w2", fmt, transposed=True), quantize(w2.mT, fmt), w2.dtype)
     return module
 
 
@@ -43,7 +43,7 @@ def carrier(fmt: BlockFormat, dtype: torch.dtype = torch.bfloat16) -> Experts:
 
 def stored_bits(module: nn.Module) -> dict[str, torch.Tensor]:
     """Everything packed, as bytes."""
-    names = [name for weight in packed_weights(module) for name in weight.tensor_names]
+    names = [name for weight in carried_weights(module) for name in weight.tensor_names]
     return {name: module.get_parameter(name).detach().cpu().view(torch.uint8).clone() for name in names}
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from fp4_inductor import quantize as quantize_module
 from fp4_inductor.errors import QuantizationError, UnknownNameError
 from fp4_inductor.formats import FORMATS, NVFP4
-from fp4_inductor.modules import PackedWeight, packed_weights
+from fp4_inductor.modules import CarriedWeight, carried_weights
 from fp4_inductor.quant import dequantize, quantize
 from fp4_inductor.quantize import quantize_
 
@@ -48,7 +48,7 @@ def test_logits_are_those_of_the_rounded_model(family: str, fmt: str) -> None:
     weights = dict(experts_weights(model))
     assert quantize_(model, fmt) is model
     assert not experts_weights(model)
-    assert sum(len(packed_weights(m)) for m in model.modules()) == len(weights) > 0
+    assert sum(len(carried_weights(m)) for m in model.modules()) == len(weights) > 0
     for implementation in ("grouped_mm", "batched_mm", "eager"):
         for each in (model, reference):
             each.set_experts_implementation(implementation)
@@ -92,7 +92,7 @@ def test_experts_without_a_gate() -> None:
     model = tiny_model("nemotron_h", layers=1, **sizes)
     reference = rounded(copy.deepcopy(model), "mxfp4", transposed=False)
     quantize_(model, "mxfp4")
-    names = {weight.name for module in model.modules() for weight in packed_weights(module)}
+    names = {weight.name for module in model.modules() for weight in carried_weights(module)}
     assert names == {"up_proj", "down_proj"}
     with torch.no_grad():
         assert torch.equal(model(token_ids()).logits, reference(token_ids()).logits)
@@ -106,10 +106,10 @@ def test_a_filter_chooses_among_experts() -> None:
         "model.layers.0.mlp.experts.gate_up_proj",
         "model.layers.0.mlp.experts.down_proj",
     ]
-    weights = packed_weights(model.model.layers[1].mlp.experts)
+    weights = carried_weights(model.model.layers[1].mlp.experts)
     assert [weight.transposed for weight in weights] == [True, True]
     quantize_(model, "nvfp4")
-    assert {w.format for w in packed_weights(model.model.layers[0].mlp.experts)} == {NVFP4}
+    assert {w.format for w in carried_weights(model.model.layers[0].mlp.experts)} == {NVFP4}
 
 
 class Own(nn.Module):
@@ -204,7 +204,7 @@ def test_refusals_name_the_weight_and_change_nothing(case: str) -> None:
 def test_training_without_gradients_is_fine() -> None:
     model = Own().train().requires_grad_(False)
     quantize_(model, "mxfp4", filter=by_name)
-    assert len(packed_weights(model)) == 2
+    assert len(carried_weights(model)) == 2
 
 
 def test_an_unknown_format_shows_the_nearest() -> None:
@@ -234,7 +234,7 @@ def test_one_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     original = quantize_module.pack_parameter
 
-    def count(module: nn.Module, weight: PackedWeight, *args: Any) -> None:
+    def count(module: nn.Module, weight: CarriedWeight, *args: Any) -> None:
         seen.append(sum(ref() is not None for ref in alive))
         original(module, weight, *args)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..formats import E8M0_NAN, MXFP4
-from ..modules import PackedWeight, pack_parameter, transposed_experts
+from ..modules import CarriedWeight, pack_parameter, transposed_experts
 from ..quant import PackedTensors
 from .files import SafetensorsFiles
 
@@ -76,4 +76,4 @@ def install_carriers(model: nn.Module, files: SafetensorsFiles, dtype: torch.dty
             raise CheckpointError("installing packed weights", needed=needed, got=str(files.shapes[key]), where=key)
         codes = torch.empty(e, n, k // 2, dtype=torch.uint8, device="meta")
         scale = torch.empty(e, n, k // MXFP4.block_size, dtype=MXFP4.scale_dtype, device="meta")
-        pack_parameter(module, PackedWeight(name, MXFP4, transposed), PackedTensors(codes, scale, None), dtype)
+        pack_parameter(module, CarriedWeight(name, MXFP4, transposed), PackedTensors(codes, scale, None), dtype)

@@ -21,10 +21,11 @@ def decode(codes: torch.Tensor) -> torch.Tensor:
     Source: OCP MX v1.0, section 5.3.3.
     """
     low = (codes & 7).to(torch.int32)
-    # Twice the magnitudes, 0 1 2 3 4 6 8 12, are convex in the code and double their slope at 4 and at 6.
+    # Twice the magnitudes, 0 1 2 3 4 6 8 12, are convex in the code: their slope doubles at 4 and at 6.
     doubled = torch.maximum(torch.maximum(low, 2 * low - 4), 4 * low - 16)
-    magnitude = doubled.to(torch.float32) * 0.5
-    return torch.where(codes < 8, magnitude, -magnitude)
+    # A product keeps the sign of zero, which compilers lose in a negation.
+    half_sign = 0.5 - (codes >> 3).to(torch.float32)
+    return doubled.to(torch.float32) * half_sign
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:

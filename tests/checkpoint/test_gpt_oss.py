@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from fp4_inductor.checkpoint import load
 from fp4_inductor.errors import CheckpointError
-from fp4_inductor.modules import packed_weights
+from fp4_inductor.modules import carried_weights
 
 FIXTURES = Path(__file__).parents[3] / "shared" / "fixtures"
 
@@ -48,7 +48,7 @@ def assert_same_logits(model: Any, reference: Any) -> None:
 def assert_same_weights(model: nn.Module, reference: nn.Module) -> None:
     parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for path, module in model.named_modules():
-        parameters |= {f"{path}.{weight.name}": getattr(module, weight.name) for weight in packed_weights(module)}
+        parameters |= {f"{path}.{weight.name}": getattr(module, weight.name) for weight in carried_weights(module)}
     for name, expected in [*reference.named_parameters(), *reference.named_buffers()]:
         assert parameters[name].dtype == expected.dtype, name
         assert torch.equal(parameters[name], expected), name
@@ -58,9 +58,9 @@ def assert_complete(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> No
     tensors = [*model.named_parameters(), *model.named_buffers()]
     assert not [name for name, tensor in tensors if tensor.is_meta or tensor.requires_grad]
     assert not model.training
-    carriers = [module for module in model.modules() if packed_weights(module)]
+    carriers = [module for module in model.modules() if carried_weights(module)]
     assert len(carriers) == model.config.num_hidden_layers
-    assert all(getattr(m, w.name).dtype == dtype for m in carriers for w in packed_weights(m))
+    assert all(getattr(m, w.name).dtype == dtype for m in carriers for w in carried_weights(m))
 
 
 @pytest.fixture(scope="module")
