@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,8 @@ from fp4_inductor.spec import RUNTIME, ActivationSpec, GateUpOrder, MoESpec, Ope
 SWIGLU = ActivationSpec("silu")
 CLAMPED_SWIGLU = ActivationSpec("silu", alpha=1.702, beta=1.0, limit=2.0)
 """The gpt-oss activation; the limit is low so that random inputs reach it."""
+
+RUNTIME_SWIGLU = ActivationSpec("silu", alpha=RUNTIME, beta=RUNTIME, limit=RUNTIME)
 
 
 @dataclass(frozen=True)
@@ -145,3 +147,35 @@ def poison_allocator(device: str = "cuda", num_bytes: int = 256 << 20) -> None:
     for size in (num_bytes, *(2**power for power in range(10, 25))):
         block = torch.full((size // 4,), float("nan"), device=device)
         del block
+
+
+EXPERTS_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gpt_oss": {
+        "num_experts": 8,
+        "top_k": 4,
+        "hidden_size": 192,
+        "intermediate_size": 192,
+        "activation": CLAMPED_SWIGLU,
+        "w13_order": GateUpOrder.INTERLEAVED,
+        "bias": True,
+        "amplitude": 2.0,
+    },
+    "up_first": {"w13_order": GateUpOrder.UP_GATE, "bias": True, "bias_dtype": torch.float32},
+    "odd_sizes": {"num_experts": 33, "top_k": 5, "hidden_size": 160, "intermediate_size": 32, "num_tokens": 11},
+    "one_token": {"num_tokens": 1, "num_experts": 7, "top_k": 3},
+    "one_expert": {"num_tokens": 5, "num_experts": 1, "top_k": 1},
+    "many_tokens": {"num_tokens": 301, "num_experts": 6, "top_k": 3, "hidden_size": 64, "intermediate_size": 64},
+    "outside_ids": {"num_tokens": 40, "outside_ids": True, "ids_dtype": torch.int32, "bias": True},
+    "outside_many": {"num_tokens": 300, "num_experts": 4, "outside_ids": True, "hidden_size": 64},
+    "runtime_scalars": {"activation": RUNTIME_SWIGLU, "amplitude": 2.0},
+    "gelu": {"activation": ActivationSpec("gelu")},
+    "gelu_tanh": {"activation": ActivationSpec("gelu_tanh", limit=1.5)},
+    "relu": {"activation": ActivationSpec("relu", beta=0.5)},
+    "relu2": {"activation": ActivationSpec("relu2")},
+    "not_gated": {"activation": ActivationSpec("relu2", gated=False), "bias": True, "top_k": 3},
+    "float16": {"act_dtype": torch.float16, "bias": True, "weights_dtype": torch.float16},
+    "low_weights": {"weights_dtype": torch.bfloat16, "global_scale": "tensor"},
+    "float32_out": {"out_dtype": torch.float32, "global_scale": "expert"},
+}
+"""Keyword arguments of ``make_case``: every knob of an experts op at least once."""

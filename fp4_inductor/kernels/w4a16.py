@@ -47,8 +47,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Pairs sorted by expert and cut into token tiles; see ``w4a16_route``."""
+    """Pairs sorted by expert and cut into token tiles; see ``w4a16_route``. Tensors may be longer than they say."""
 
+    num_pairs: int
+    max_tiles: int
     order: torch.Tensor  # int32 [P]
     num_tiles: torch.Tensor  # int32 [1]
     tile_expert: torch.Tensor  # int32 [max_tiles]
@@ -84,11 +86,10 @@ def run_experts(
     config = choose_config(_arch(hidden.device), topk_ids.numel(), num_experts)
     routes = route(topk_ids, num_experts, config.block_m)
     h = _gate_up(hidden, experts, routes, top_k, config)
-    # Products of a lower-precision combine round one by one; a float32 result keeps them.
+    # A lower-precision combine rounds each product; a float32 result keeps them.
     dtype = torch.float32 if out_dtype == torch.float32 else hidden.dtype
-    y = _down(
-        h, topk_weights.contiguous(), experts, routes, config, out.new_empty(h.shape[0], hidden_size, dtype=dtype)
-    )
+    y = hidden.new_empty(h.shape[0], hidden_size, dtype=dtype)
+    _down(h, topk_weights.contiguous(), experts, routes, config, y)
     block = 1024
     grid = (num_tokens, triton.cdiv(hidden_size, block))
     combine_kernel[grid](
@@ -103,10 +104,12 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routes:
     bins = triton.next_power_of_2(num_experts + 2)
     max_tiles = min(num_pairs, num_pairs // block_m + num_experts)
     num_chunks = triton.cdiv(num_pairs, _CHUNK)
-    sizes = (num_pairs, 1, max_tiles, max_tiles, bins, bins * num_chunks)
+    sizes = [num_pairs, 1, max_tiles, max_tiles, bins, bins * num_chunks]
+    # Triton compiles anew for a pointer that is not aligned to 16 bytes.
+    sizes = [size + -size % 4 for size in sizes]
     workspace = torch.empty(sum(sizes), dtype=torch.int32, device=topk_ids.device)
-    *parts, counts = workspace.split(sizes)
-    routes = Routes(*parts)
+    *parts, counts = torch.split(workspace, sizes)
+    routes = Routes(num_pairs, max_tiles, *parts)
     if num_chunks == 1:
         chunk = next(size for size in (32, 128, _CHUNK) if num_pairs <= size)
         route_kernel[(1,)](
@@ -124,9 +127,9 @@ def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int,
     """h [P, I] in the activation dtype, I padded to 64, rows sorted by expert."""
     w13, activation, hidden_size = experts.w13, experts.activation, hidden.shape[1]
     intermediate_size = w13.rows.shape[1] // (2 if activation.gated else 1)
-    h = hidden.new_empty(routes.order.numel(), intermediate_size)
+    h = hidden.new_empty(routes.num_pairs, intermediate_size)
     limit = activation.limit
-    grid = (routes.tile_expert.numel() * triton.cdiv(intermediate_size, config.gate_up.block_n),)
+    grid = (routes.max_tiles * triton.cdiv(intermediate_size, config.gate_up.block_n),)
     gate_up_kernel[grid](
         hidden,
         w13.words,
@@ -156,7 +159,7 @@ def _down(
 ) -> None:
     """Write y [P, H], by pair, times the routing weights."""
     w2, hidden_size, intermediate_size = experts.w2, y.shape[1], h.shape[1]
-    grid = (routes.tile_expert.numel() * triton.cdiv(hidden_size, config.down.block_n),)
+    grid = (routes.max_tiles * triton.cdiv(hidden_size, config.down.block_n),)
     down_kernel[grid](
         h,
         w2.words,

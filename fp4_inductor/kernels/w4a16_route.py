@@ -58,7 +58,7 @@ def _write_tiles(counts, num_experts, num_tiles, tile_expert, tile_row, expert_e
     return end - counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def route_kernel(
     topk_ids,  # [P]
     order,  # out: int32 [P] pair of each sorted row
@@ -81,7 +81,7 @@ def route_kernel(
     _write_tiles(counts, num_experts, num_tiles, tile_expert, tile_row, expert_end, BLOCK_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def count_kernel(topk_ids, counts, num_pairs, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr):
     """counts int32 [chunks, BINS]: pairs of each expert in each chunk."""
     chunk = tl.program_id(0)
@@ -89,7 +89,7 @@ def count_kernel(topk_ids, counts, num_pairs, num_experts, CHUNK: tl.constexpr, 
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def plan_kernel(
     counts,  # in: int32 [chunks, BINS] pairs; out: first sorted row of each chunk's pairs of each expert
     num_tiles,
@@ -118,7 +118,7 @@ def plan_kernel(
         base += tl.sum(found, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def place_kernel(topk_ids, base, order, num_pairs, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr):
     """order int32 [P] from base int32 [chunks, BINS]."""
     first = tl.program_id(0) * CHUNK

@@ -72,7 +72,7 @@ def absorb_scale_signs(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor
     bits = scale.view(torch.uint8)
     flip = (bits >> 7) * 0x88
     keep = ((bits & 0x7F) != 0).to(torch.uint8) * 0xFF
-    blocks = codes.unflatten(-1, (scale.shape[-1], -1))
+    blocks = codes.reshape(*scale.shape, -1)
     return ((blocks ^ flip.unsqueeze(-1)) & keep.unsqueeze(-1)).flatten(-2)
 
 
@@ -87,7 +87,8 @@ def to_scale_words(relative: torch.Tensor) -> torch.Tensor:
     """
     relative = F.pad(relative, (0, -relative.shape[2] % 4, 0, -relative.shape[1] % ROWS))
     words = relative.contiguous().view(torch.int32)
-    return words.unflatten(1, (-1, ROWS)).transpose(2, 3).contiguous()
+    num_experts, rows, columns = words.shape
+    return words.reshape(num_experts, rows // ROWS, ROWS, columns).transpose(2, 3).contiguous()
 
 
 def from_scale_words(words: torch.Tensor, rows: int, scales: int) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""The Triton kernels of ``triton_w4a16`` on a CPU, in Triton's interpreter.
+
+The interpreter is chosen when Triton's decorators run, so these tests run in a process of their own, which
+``test_in_the_interpreter`` starts on this file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from moe_cases import EXPERTS_CASES, MoECase, make_case
+from tolerances import assert_close_per_token
+
+from fp4_inductor.backends import get_backend
+from fp4_inductor.device import DeviceInfo
+from fp4_inductor.formats import FORMATS, MXFP4, NVFP4, BlockFormat
+from fp4_inductor.plan import prepare, run_plan
+from fp4_inductor.spec import Operand
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_in_the_interpreter() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-6000:]
+
+
+def run(case: MoECase) -> torch.Tensor:
+    backend = get_backend("triton_w4a16")
+    plan = backend.plan(case.spec, DeviceInfo.parse("sm_90"))
+    ready = prepare(plan, case.operands)
+    torch.full((1 << 20,), float("nan"))  # memory that is handed out next
+    return run_plan(plan, case.operands, ready)
+
+
+def check(case: MoECase) -> None:
+    out = run(case)
+    assert out.dtype == case.spec.out_dtype
+    assert_close_per_token(out, case.reference(), case.spec.act_dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("name", EXPERTS_CASES)
+def test_matches_the_reference(name: str, fmt: BlockFormat) -> None:
+    check(make_case(fmt, **EXPERTS_CASES[name]))
+
+
+@interpreted
+def test_no_tokens() -> None:
+    assert run(make_case(MXFP4, num_tokens=0)).shape == (0, 128)
+
+
+@interpreted
+@pytest.mark.parametrize("act_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scales_of_one_row_may_lie_far_apart(act_dtype: torch.dtype) -> None:
+    case = make_case(MXFP4, act_dtype=act_dtype, out_dtype=torch.float32)
+    # Down to 60 octaves below the row's largest: what float16 cannot hold is beyond float32 accuracy of the sum.
+    scale = case.operands[Operand.W13_SCALE]
+    scale.copy_(torch.where(torch.rand(scale.shape) < 0.5, torch.randint(60, 120, scale.shape), scale))
+    check(case)
+
+
+@interpreted
+@pytest.mark.parametrize("act_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_e4m3_scale(act_dtype: torch.dtype) -> None:
+    """Zero, subnormal, negative and largest scales; both zeros are exact."""
+    case = make_case(NVFP4, act_dtype=act_dtype, hidden_size=256)
+    scale = case.operands[Operand.W13_SCALE]
+    bits = torch.arange(256, dtype=torch.uint8)
+    bits[(bits & 0x7F) == 0x7F] = 0  # NaN
+    small = bits[torch.randint(0, 256, scale.shape)]
+    scale.copy_(torch.where(torch.rand(scale.shape) < 0.7, small & 0x9F, small).view(scale.dtype))
+    case.operands[Operand.W13_GLOBAL].mul_(0.02)
+    check(case)
+
+
+@interpreted
+def test_a_nan_scale_shows() -> None:
+    case = make_case(NVFP4)
+    case.operands[Operand.W2_SCALE].view(torch.uint8)[:, 3, 0] = 0x7F
+    out = run(case)
+    assert out[:, 3].isnan().all()
+    assert out[:, 4:].isfinite().all()
