@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 # torch.compile finds backend="fp4moe" through the metadata of an installed distribution, hence no bare PYTHONPATH.
 registered:
-	@cd / && $(RUN) -c "import importlib.metadata as m; m.distribution('fp4_inductor')" 2>/dev/null \
+	@cd / && $(RUN) -c "import fp4_inductor as f; assert f.__file__.startswith('$(CURDIR)/')" 2>/dev/null \
 		|| (cd "$(CURDIR)" && $(RUN) -m pip install --no-deps --no-build-isolation -e .)
 
 demo: $(READY)
