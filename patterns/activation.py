@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from math import isfinite, prod
+from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from ..matching import NoMatch
 from ..reference import activate
 from ..spec import RUNTIME, ActivationSpec, GateUpOrder, Operand, Runtime
 from .probing import cone, constant_value, dtype_of, evaluate, isolated, shape_hint
-from .resizing import op_name
+from .resizing import op_name, row_counts
 from .signature import Memo, signature
 
 Kind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -211,7 +211,7 @@ def _run(
     generator: torch.Generator,
 ) -> _Draw:
     miss: NoMatch | None = None
-    for rows in _row_counts(shape):
+    for rows in row_counts(shape, _ROWS):
         inputs = probe_values((rows, *shape[1:]), constants, generator)
         feeds = {nodes[place]: torch.tensor(value, dtype=torch.float64) for place, value in scalars.items()}
         try:
@@ -223,16 +223,6 @@ def _run(
             raise NoMatch("{} has shape {}, not {} columns", nodes[-1], tuple(out.shape), intermediate_size)
         return _Draw(inputs.reshape(-1, shape[-1]), out.reshape(-1, intermediate_size), scalars)
     raise miss or NoMatch("{} has no rows", nodes[0], node=nodes[0])
-
-
-def _row_counts(shape: tuple[int, ...]) -> list[int]:
-    """Sizes of the first axis to try: small ones first, those that views into tokens and slots may divide."""
-    rows, per_row = shape[0], prod(shape[1:-1])
-    if rows * per_row <= _ROWS:
-        return [rows]
-    most = max(2, _ROWS // per_row)
-    divisors = [count for count in range(min(most, rows), 1, -1) if rows % count == 0]
-    return [min(most, rows), *divisors[:3], rows]
 
 
 def probe_values(shape: Sequence[int], constants: Sequence[float], generator: torch.Generator) -> torch.Tensor:
@@ -310,8 +300,8 @@ def _magnitude(inputs: torch.Tensor, order: GateUpOrder, *, gated: bool) -> torc
 def close(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor | float = 1.0) -> bool:
     """Whether two float64 tensors are one formula's values up to rounding."""
     error = (got - want).abs()
-    same = (error <= _RELATIVE * want.abs() + _ABSOLUTE * magnitude) | (got == want)
-    return bool(same.all())
+    near = want.isfinite() & (error <= _RELATIVE * want.abs() + _ABSOLUTE * magnitude)  # all is near to infinity
+    return bool((near | (got == want)).all())
 
 
 def _audit(nodes: Sequence[fx.Node], found: _Found) -> None:

@@ -77,8 +77,17 @@ def dtype_of(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
+def is_known_size(node: fx.Node) -> bool:
+    """Whether ``node`` is an integer that shapes of the graph's inputs decide."""
+    size = node.meta.get("val")
+    return isinstance(size, int) or (isinstance(size, torch.SymInt) and size.node.has_hint())
+
+
 def cone(outputs: Sequence[fx.Node], stops: Sequence[fx.Node] | Mapping[fx.Node, Any]) -> list[fx.Node]:
-    """Every node that ``outputs`` depend on up to and without ``stops``, inputs before users."""
+    """Every node that ``outputs`` depend on up to and without ``stops``, inputs before users.
+
+    Known sizes are leaves: what they are the size of is no dependency.
+    """
     order: list[fx.Node] = []
     seen = set(stops)
     stack = [(node, False) for node in reversed(outputs)]
@@ -89,7 +98,8 @@ def cone(outputs: Sequence[fx.Node], stops: Sequence[fx.Node] | Mapping[fx.Node,
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack.extend((source, False) for source in reversed(node.all_input_nodes))
+            if not is_known_size(node):
+                stack.extend((source, False) for source in reversed(node.all_input_nodes))
     return order
 
 
@@ -176,9 +186,8 @@ class _Probe:
         return self._neutral(value.detach().to("cpu"))
 
     def _call(self, node: fx.Node) -> Any:
-        size = node.meta.get("val")
-        if isinstance(size, torch.SymInt) and size.node.has_hint():
-            return size_hint(size, self.symbols)
+        if is_known_size(node):
+            return size_hint(node.meta["val"], self.symbols)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         target = node.target
         if not isinstance(target, torch._ops.OpOverload):

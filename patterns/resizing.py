@@ -8,6 +8,7 @@ that is not known to treat them alike is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -79,6 +80,16 @@ def _absorb(sizes: list[int], old: int, new: int) -> list[int]:
                 break
             return [*sizes[:axis], size * new // old, *sizes[axis + 1 :]]
     raise NoMatch("an axis of {} cannot become {} in a view to {}", old, new, tuple(sizes))
+
+
+def row_counts(shape: Sequence[int], most: int) -> list[int]:
+    """Sizes of the first axis to try: few rows in all first, those that views into tokens and slots may divide, all."""
+    rows, per_row = shape[0], prod(shape[1:-1])
+    if rows * per_row <= most:
+        return [rows]
+    few = min(rows, max(2, most // per_row))
+    divisors = [count for count in range(few, 1, -1) if rows % count == 0]
+    return list(dict.fromkeys([few, *divisors[:3], rows]))
 
 
 def resize_leading(shape: Sequence[int], leading: Mapping[int, int]) -> tuple[int, ...]:

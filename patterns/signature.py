@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..matching import NoMatch
-from .probing import constant_value, dtype_of, isolated, shape_hint, size_hint
+from .probing import constant_value, dtype_of, is_known_size, isolated, shape_hint, size_hint
 
 Result = TypeVar("Result")
 
@@ -47,6 +47,8 @@ def signature(nodes: Sequence[fx.Node]) -> Hashable:
 
 def _entry(node: fx.Node, index: dict[fx.Node, int]) -> Hashable:
     about = (shape_hint(node), dtype_of(node))
+    if is_known_size(node):
+        return ("size", size_hint(node.meta["val"]))
     if node.op == "call_function":
         return (str(node.target), _frozen(node.args, index), _frozen(node.kwargs, index), about)
     value = constant_value(node)
