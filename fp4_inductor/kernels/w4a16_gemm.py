@@ -77,13 +77,15 @@ def _scaled(lanes, scale, DTYPE: tl.constexpr):
 @triton.jit
 def _scale_lanes(byte, E4M3: tl.constexpr, DTYPE: tl.constexpr):
     """A scale byte as two equal lanes of an int32."""
-    if E4M3:
-        if DTYPE.is_fp16():
-            return byte * 0x00800080 + 0x2C002C00
-        return byte * 0x00100010 + 0x75807580
-    if DTYPE.is_fp16():
-        return tl.maximum(byte - 224, 0) * 0x04000400
-    return byte * 0x00800080
+    if E4M3 and DTYPE.is_bf16():
+        lanes = byte * 0x00100010 + 0x75807580
+    elif E4M3:
+        lanes = byte * 0x00800080 + 0x2C002C00
+    elif DTYPE.is_bf16():
+        lanes = byte * 0x00800080
+    else:
+        lanes = tl.maximum(byte - 224, 0) * 0x04000400
+    return lanes
 
 
 @triton.jit
@@ -162,8 +164,10 @@ def _load_tokens(tokens, column, K, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
     """[BLOCK_K, m] of row pointers ``tokens`` [m], columns from ``column``; zero past K unless WHOLE."""
     k = column + tl.arange(0, BLOCK_K)
     if WHOLE:
-        return tl.load(tokens[None, :] + k[:, None])
-    return tl.load(tokens[None, :] + k[:, None], mask=(k < K)[:, None], other=0.0)
+        x = tl.load(tokens[None, :] + k[:, None])
+    else:
+        x = tl.load(tokens[None, :] + k[:, None], mask=(k < K)[:, None], other=0.0)
+    return x
 
 
 @triton.jit
@@ -186,17 +190,18 @@ def _cast(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 def _activate(x, alpha, KIND: tl.constexpr):
     """float32 activation; KIND and formulas as ``spec.ActivationSpec``."""
     if KIND == "silu":
-        return x / (1 + tl.exp(-alpha * x))
-    if KIND == "gelu":
-        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    if KIND == "gelu_tanh":
-        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        return x / (1 + tl.exp(-inner))
-    if KIND == "relu":
-        return tl.maximum(x, 0.0)
-    tl.static_assert(KIND == "relu2")
-    positive = tl.maximum(x, 0.0)
-    return positive * positive
+        y = x / (1 + tl.exp(-alpha * x))
+    elif KIND == "gelu":
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        y = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif KIND == "relu":
+        y = tl.maximum(x, 0.0)
+    else:
+        tl.static_assert(KIND == "relu2")
+        y = tl.maximum(x, 0.0)
+        y = y * y
+    return y
 
 
 @triton.jit
