@@ -6,7 +6,7 @@ from torch import fx
 
 from ..matching import NoMatch
 from .gemm import ExpertGemm, through_transposes
-from .graph_tools import aten, is_call, row_gather, same, shape, source, viewed
+from .graph_tools import aten, inputs, is_call, row_gather, same, shape, source, viewed
 from .rows import RowOrder
 
 NAME = "batched_mm"
@@ -20,9 +20,7 @@ def read_batched_mm(node: fx.Node) -> ExpertGemm:
     """
     if not is_call(node, aten.bmm.default):
         raise NoMatch("{} is no batched GEMM", node.name, node=node)
-    left, right = node.args[:2]
-    assert isinstance(left, fx.Node)
-    assert isinstance(right, fx.Node)
+    left, right = inputs(node, "self", "mat2")
     if same(shape(right)[2], 1):
         stack, rows, k_first = left, right, False
     elif same(shape(left)[1], 1):

@@ -17,6 +17,7 @@ from .graph_tools import (
     arguments,
     aten,
     dtype,
+    inputs,
     is_call,
     numel,
     only_reader,
@@ -88,7 +89,7 @@ def read_combine(rows: fx.Node, order: RowOrder, top_k: int) -> Combine:
 def _weigh(state: _Rows, reader: fx.Node, shown: fx.Node) -> _Rows:
     if state.weights is not None:
         raise NoMatch("{} scales rows that already carry their routing weights", reader.name, node=reader)
-    left, right = reader.args[:2]
+    left, right = inputs(reader, "self", "other")
     factor = right if left is shown else left
     if not isinstance(factor, fx.Node) or factor is shown:
         raise NoMatch("{} scales rows by {}", reader.name, value(factor), node=reader)
@@ -155,16 +156,15 @@ def _scatter(state: _Rows, reader: fx.Node) -> _Rows:
 
 def _is_zero(node: fx.Node) -> bool:
     if is_call(node, aten.full.default, aten.full_like.default):
-        return bool(node.args[1] == 0)
+        return bool(arguments(node)["fill_value"] == 0)
     return is_call(node, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 def _contract(state: _Rows, reader: fx.Node, shown: fx.Node) -> _Rows:
     """``bmm(weights [T, 1, k], rows [T, k, H])``."""
-    left, right = reader.args[:2]
+    left, right = inputs(reader, "self", "mat2")
     if state.weights is not None or state.order.perm is not None or right is not shown:
         raise NoMatch("{} is no weighted sum over slots", reader.name, node=reader)
-    assert isinstance(left, fx.Node)
     if not same_shape(left, (shape(shown)[0], 1, state.top_k)) or not same(shape(shown)[1], state.top_k):
         raise NoMatch("{} does not weigh the {} slots of each token", reader.name, state.top_k, node=reader)
     return state.after(reader, weights=_checked(source(left), left, state))

@@ -7,7 +7,21 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..matching import NoMatch
-from .graph_tools import CAST, aten, dtype, is_call, readers, row_gather, same, shape, source, swaps_last_two, viewed
+from .graph_tools import (
+    CAST,
+    arguments,
+    aten,
+    dtype,
+    inputs,
+    is_call,
+    readers,
+    row_gather,
+    same,
+    shape,
+    source,
+    swaps_last_two,
+    viewed,
+)
 from .rows import RowOrder
 
 
@@ -61,9 +75,7 @@ def through_transposes(node: fx.Node) -> tuple[fx.Node, bool, frozenset[fx.Node]
     while swaps_last_two(node) or is_call(node, aten.clone.default):
         if swaps_last_two(node):
             passed.add(node)
-        base = node.args[0]
-        assert isinstance(base, fx.Node)
-        node = base
+        node = arguments(node)["self"]
     return node, len(passed) % 2 == 1, frozenset(passed)
 
 
@@ -77,14 +89,14 @@ def with_bias(gemm: ExpertGemm) -> Projection:
     if len(found) != 1 or not is_call(found[0][0], aten.add.Tensor):
         return Projection(gemm, settled(gemm.node), None, gemm.nodes)
     add, shown = found[0]
-    left, right = add.args[:2]
+    left, right, alpha = inputs(add, "self", "other", "alpha")
     addend = right if left is shown else left
-    if not isinstance(addend, fx.Node) or add.kwargs.get("alpha", 1) != 1:
+    if not isinstance(addend, fx.Node) or alpha != 1:
         return Projection(gemm, settled(gemm.node), None, gemm.nodes)
     read = source(addend)
     nodes = {add, read}
     if is_call(read, CAST) and dtype(read).is_floating_point:
-        read = source(read.args[0])
+        read = source(arguments(read)["a"])
         nodes.add(read)
     gather = row_gather(read)
     if gather is None:

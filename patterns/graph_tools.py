@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 from collections.abc import Iterable
@@ -35,6 +34,7 @@ _VIEWS = frozenset(
     }
 )
 _PERMUTES = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
+_SHOWING = (*_VIEWS, *_PERMUTES, aten.expand.default, aten.select.int)
 CAST = prims.convert_element_type.default
 
 
@@ -50,6 +50,12 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     values.update(zip((a.name for a in schema.arguments), node.args, strict=False))
     values.update(node.kwargs)
     return values
+
+
+def inputs(node: fx.Node, *names: str) -> list[Any]:
+    """The named arguments of an ATen call."""
+    args = arguments(node)
+    return [args[name] for name in names]
 
 
 def value(arg: object) -> Any:
@@ -105,10 +111,11 @@ def same_shape(node: fx.Node, sizes: Iterable[object]) -> bool:
 
 def viewed(node: object) -> fx.Node | None:
     """The node that ``node`` shows with the same elements in the same order, or None."""
-    if not isinstance(node, fx.Node) or node.op != "call_function" or not node.args:
+    if not is_call(node, *_SHOWING) or tensor(node) is None:
         return None
-    base = node.args[0]
-    if not isinstance(base, fx.Node) or tensor(base) is None or tensor(node) is None:
+    assert isinstance(node, fx.Node)
+    base: fx.Node = arguments(node)["self"]
+    if tensor(base) is None:
         return None
     if node.target in _VIEWS:
         return base
@@ -144,9 +151,7 @@ def permutation(node: fx.Node) -> list[int]:
     if node.target is aten.permute.default:
         return [axis % rank for axis in arguments(node)["dims"]]
     order = list(range(rank))
-    first, second = (0, rank - 1) if node.target is aten.t.default else (node.args[1], node.args[2])
-    assert isinstance(first, int)
-    assert isinstance(second, int)
+    first, second = (0, rank - 1) if node.target is aten.t.default else inputs(node, "dim0", "dim1")
     order[first], order[second] = order[second], order[first]
     return order
 
@@ -189,13 +194,10 @@ def only_reader(node: fx.Node, what: str) -> tuple[fx.Node, fx.Node]:
 def row_gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """``(x, index)`` where ``node`` is ``x[index]`` with an integer index of the first axis."""
     if is_call(node, aten.index.Tensor):
-        base, indices = node.args[0], node.args[1]
-        if isinstance(indices, list | tuple) and len(indices) == 1:
-            index = indices[0]
-        else:
-            return None
-    elif is_call(node, aten.index_select.default) and node.args[1] == 0:
-        base, index = node.args[0], node.args[2]
+        base, indices = inputs(node, "self", "indices")
+        index = indices[0] if len(indices) == 1 else None
+    elif is_call(node, aten.index_select.default) and arguments(node)["dim"] == 0:
+        base, index = inputs(node, "self", "index")
     else:
         return None
     if not isinstance(base, fx.Node) or not isinstance(index, fx.Node):
@@ -209,10 +211,10 @@ def is_iota(node: fx.Node, length: int | torch.SymInt) -> bool:
         args = arguments(node)
         return args["start"] == 0 and args["step"] == 1 and same(value(args["length"]), length)
     if is_call(node, aten.arange.default):
-        return same(value(node.args[0]), length)
+        return same(value(arguments(node)["end"]), length)
     if is_call(node, aten.arange.start_step):
-        start, end, *step = node.args
-        return bool(start == 0 and same(value(end), length) and step in ([], [1]))
+        start, end, step = inputs(node, "start", "end", "step")
+        return start == 0 and step == 1 and same(value(end), length)
     return False
 
 
@@ -244,12 +246,10 @@ def location(node: fx.Node) -> SourceLocation:
 
 def is_floor_division(node: fx.Node) -> tuple[fx.Node, int] | None:
     """``(x, k)`` where ``node`` is ``x // k`` of a non-negative integer tensor."""
-    floors = is_call(node, aten.div.Tensor_mode, aten.div.Scalar_mode) and node.kwargs.get("rounding_mode") in (
-        "floor",
-        "trunc",
-    )
-    if floors or is_call(node, aten.floor_divide.default, operator.floordiv):
-        base, divisor = node.args[0], node.args[1]
+    modes = aten.div.Tensor_mode, aten.div.Scalar_mode
+    floors = is_call(node, *modes) and arguments(node)["rounding_mode"] in ("floor", "trunc")
+    if floors or is_call(node, aten.floor_divide.default, aten.floor_divide.Scalar):
+        base, divisor = inputs(node, "self", "other")
         if isinstance(base, fx.Node) and isinstance(divisor, int):
             return base, divisor
     return None

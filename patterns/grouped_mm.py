@@ -6,7 +6,7 @@ from torch import fx
 
 from ..matching import NoMatch
 from .gemm import ExpertGemm, through_transposes
-from .graph_tools import arguments, aten, is_call, is_iota, same, shape, source
+from .graph_tools import arguments, aten, inputs, is_call, is_iota, same, shape, source
 from .rows import RowOrder, integer_cast, order_from_counts
 
 NAME = "grouped_mm"
@@ -51,7 +51,7 @@ def _order_from_offsets(offs: fx.Node, num_experts: object) -> RowOrder:
     total = integer_cast(offs)
     if not is_call(total, aten.cumsum.default) or arguments(total)["dim"] not in (0, -1):
         raise NoMatch("offsets {} are no running sum", total.name, node=total, progress=0.2)
-    counts = integer_cast(total.args[0])  # type: ignore[arg-type]
+    counts = integer_cast(arguments(total)["self"])
     return order_from_counts(_counted(counts, num_experts))
 
 
@@ -66,8 +66,8 @@ def _counted(counts: fx.Node, num_experts: object) -> fx.Node:
         if args["weights"] is None and same(args["minlength"], num_experts):
             return integer_cast(args["self"])
     elif is_call(counts, aten.sum.dim_IntList):
-        compared = _one_hot(integer_cast(counts.args[0]), num_experts)  # type: ignore[arg-type]
-        if compared is not None and list(counts.args[1]) in ([0], [-2]):  # type: ignore[arg-type]
+        compared = _one_hot(integer_cast(arguments(counts)["self"]), num_experts)
+        if compared is not None and arguments(counts)["dim"] in ([0], [-2]):
             return compared
     raise NoMatch("offsets do not count the tokens of each of {} experts", num_experts, node=counts, progress=0.2)
 
@@ -76,7 +76,7 @@ def _one_hot(node: fx.Node, num_experts: object) -> fx.Node | None:
     """ids where ``node`` is ``ids[:, None] == arange(E)``."""
     if not is_call(node, aten.eq.Tensor):
         return None
-    ids, experts = node.args[0], node.args[1]
+    ids, experts = inputs(node, "self", "other")
     if not isinstance(ids, fx.Node) or not isinstance(experts, fx.Node):
         return None
     column = len(shape(ids)) == 2 and same(shape(ids)[1], 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from .graph_tools import CAST, aten, is_call, readers, tensor
+from .graph_tools import CAST, arguments, aten, is_call, readers, tensor
 
 _GEMMS = frozenset(
     {
@@ -67,7 +67,7 @@ def _takes_nibbles(node: fx.Node) -> bool:
     if name in _NIBBLE_OPS:
         return any(arg in _NIBBLE_CONSTANTS for arg in node.args[1:] if isinstance(arg, int))
     if is_call(node, aten.index.Tensor):  # a table of all bytes
-        table = tensor(node.args[0])
+        table = tensor(arguments(node)["self"])
         return table is not None and table.shape[0] == 256
     return bool(name) and not name.startswith(("aten::", "prims::"))
 

@@ -6,6 +6,7 @@ Rows are in slot order (row s is slot s % k of token s // k) or sorted by expert
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from .graph_tools import (
     same_shape,
     shape,
     source,
+    viewed,
 )
 
 
@@ -104,8 +106,7 @@ class RowOrder:
         slots = numel(self.ids)
         if self.perm is None:
             if is_call(node, aten.expand.default):
-                column = node.args[0]
-                assert isinstance(column, fx.Node)
+                column = arguments(node)["self"]
                 pairs = len(shape(node)) == 2 and same(shape(node)[1], top_k)
                 return pairs and _is_column(column) and is_iota(source(column), shape(node)[0])
             division = is_floor_division(node)
@@ -141,8 +142,8 @@ def _is_column(node: fx.Node) -> bool:
 
 def _repeated(node: fx.Node, top_k: int) -> fx.Node:
     """x ``[T, 1, H]`` where ``node`` is ``x[:, None].expand(T, k, H)``."""
-    base = node.args[0]
-    if isinstance(base, fx.Node) and len(shape(base)) == 3:
+    base: fx.Node = arguments(node)["self"]
+    if len(shape(base)) == 3:
         tokens, one, width = shape(base)
         if same(one, 1) and same_shape(node, (tokens, top_k, width)):
             return matrix(base)
@@ -151,21 +152,16 @@ def _repeated(node: fx.Node, top_k: int) -> fx.Node:
 
 def matrix(node: fx.Node) -> fx.Node:
     """The nearest node behind views that has two axes, or the one behind all views."""
-    while len(shape(node)) != 2 and node.op == "call_function":
-        base = node.args[0]
-        if not isinstance(base, fx.Node) or source(base) is not source(node):
-            break
+    while len(shape(node)) != 2 and (base := viewed(node)) is not None:
         node = base
     return node
 
 
 def sort_result(node: fx.Node, item: int) -> fx.Node | None:
     """The key where ``node`` is item 0 (values) or 1 (indices) of an ascending sort of all its elements."""
-    if not (node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem" and node.args[1] == item):
+    if not is_call(node, operator.getitem) or node.args[1] != item or not is_call(node.args[0], *_SORTS):
         return None
     sort = node.args[0]
-    if not is_call(sort, aten.sort.default, aten.sort.stable):
-        return None
     assert isinstance(sort, fx.Node)
     args = arguments(sort)
     key = args["self"]
@@ -184,10 +180,18 @@ def sorted_order(sorted_ids: fx.Node) -> RowOrder:
         raise NoMatch("{} is not the values of an ascending sort", sorted_ids.name, node=sorted_ids)
     sort = sorted_ids.args[0]
     assert isinstance(sort, fx.Node)
-    perms = [user for user in sort.users if user.args[1] == 1]
-    if len(perms) != 1:
+    perm = _result(sort, 1)
+    if perm is None:
         raise NoMatch("the sort {} gives no permutation", sort.name, node=sort)
-    return RowOrder(source(key), perms[0], sorted_ids)
+    return RowOrder(source(key), perm, sorted_ids)
+
+
+def _result(sort: fx.Node, item: int) -> fx.Node | None:
+    """Item 0 (values) or 1 (indices) of an ascending sort, if it is read."""
+    return next((user for user in sort.users if sort_result(user, item) is not None), None)
+
+
+_SORTS = (aten.sort.default, aten.sort.stable)
 
 
 def order_from_counts(counted: fx.Node) -> RowOrder:
@@ -195,26 +199,17 @@ def order_from_counts(counted: fx.Node) -> RowOrder:
     counted = source(counted)
     if sort_result(counted, 0) is not None:
         return sorted_order(counted)
-    sorts = [
-        user
-        for reader, _ in readers(counted)
-        if is_call(reader, aten.sort.default, aten.sort.stable)
-        for user in reader.users
-        if user.args[1] == 1 and sort_result(user, 1) is not None
-    ]
+    sorts = [reader for reader, _ in readers(counted) if is_call(reader, *_SORTS) and _result(reader, 1) is not None]
     if len(sorts) != 1:
         raise NoMatch("{} sorts read the counted expert ids, not one", len(sorts), node=counted)
-    sort = sorts[0].args[0]
-    assert isinstance(sort, fx.Node)
-    values = [user for user in sort.users if user.args[1] == 0]
-    return RowOrder(counted, sorts[0], values[0] if values else None)
+    return RowOrder(counted, _result(sorts[0], 1), _result(sorts[0], 0))
 
 
 def integer_cast(node: fx.Node) -> fx.Node:
     """``node`` behind views and casts of integer values that keep every expert id exact."""
     node = source(node)
     while is_call(node, CAST):
-        base = source(node.args[0])
+        base = source(arguments(node)["a"])
         if dtype(base).is_floating_point or dtype(node) not in _EXACT:
             break
         node = base

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import sympy
@@ -21,7 +22,10 @@ from .grouped_mm import read_grouped_mm
 from .packed import packed_gemms, packed_roots
 from .proof import prove
 from .region import check_region, dying
+from .router import identify_router
 from .signature import Memo
+
+logger = logging.getLogger(__name__)
 
 _UNBOUNDED = 1 << 60
 
@@ -183,7 +187,12 @@ def _described(block: Block, memo: Memo) -> Match:
 
 def _router(block: Block, memo: Memo) -> tuple[RouterSpec | GivenRouting, dict[Operand, fx.Node | None]]:
     """The router where it is recognised. A block never fails for its router."""
-    return GivenRouting(), {}
+    try:
+        found = identify_router(block.ids, block.weights, block.w13.shape[0], block.top_k, memo)
+    except NoMatch as miss:
+        logger.debug("%s: routing is taken as given: %s", location(block.output), miss)
+        return GivenRouting(), {}
+    return found.spec, {Operand.ROUTER_LOGITS: found.logits, Operand.ROUTER_BIAS: found.bias}
 
 
 def _token_range(size: int | torch.SymInt) -> TokenRange:
