@@ -149,13 +149,13 @@ def _may_rewrite(
     """Only whole inference graphs: a fused op has no gradient."""
     from torch._inductor import config
 
-    from .matching import find_anchors
+    from .patterns.packed import packed_roots
 
     if kwargs.get("is_backward", False):
         return False
     if kwargs.get("is_inference", False) and config.use_post_grad_passes:
         return True
-    if anchors := find_anchors(gm.graph):
+    if anchors := packed_roots(gm.graph):
         cause = (
             "a graph that needs gradients is compiled as written; "
             "call the model under torch.no_grad() or torch.inference_mode()"

@@ -91,11 +91,16 @@ class _Writer:
         return self.call(aten.reshape.default, node, list(shape))
 
     def prepared(self, prepared: Prepared, operands: Mapping[Operand, fx.Node]) -> fx.Node:
-        """Trace the re-layout on fake tensors and copy its ATen nodes here."""
+        """Trace the re-layout on fake tensors and copy its ATen nodes here.
+
+        Inductor's decompositions have run by now, and its lowerings expect what they leave.
+        """
+        from torch._inductor.decomposition import select_decomp_table
+
         inputs = [operands[operand] for operand in prepared.of]
         values = [node.meta["val"] for node in inputs]
         with self.fake_mode or contextlib.nullcontext():
-            traced = make_fx(prepared.fn)(*values)
+            traced = make_fx(prepared.fn, decomposition_table=select_decomp_table())(*values)
         env: dict[fx.Node, fx.Node] = {}
         sources = iter(inputs)
         result: fx.Node | None = None

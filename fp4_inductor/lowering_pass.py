@@ -52,7 +52,7 @@ def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None) -
             match.output.replace_all_uses_with(new.result)
     verification = _verification(graph, rewrites) if options.verify == "first_call" else None
     graph.eliminate_dead_code()
-    report = _report(found, rewrites, device)
+    report = _report(graph, found, rewrites, device)
     log_report(report)
     return Lowering(report, verification)
 
@@ -99,9 +99,15 @@ def _verification(graph: fx.Graph, rewrites: list[Rewrite]) -> Verification | No
     return Verification(graph, lowered) if lowered else None
 
 
-def _report(found: Recognition, rewrites: list[Rewrite], device: DeviceInfo | None) -> LoweringReport:
-    report = LoweringReport(device, near_misses=list(found.near_misses), num_graphs=1)
+def _device_of(graph: fx.Graph) -> DeviceInfo | None:
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    return next((DeviceInfo.current(value.device) for value in values if isinstance(value, torch.Tensor)), None)
+
+
+def _report(
+    graph: fx.Graph, found: Recognition, rewrites: list[Rewrite], device: DeviceInfo | None
+) -> LoweringReport:
+    report = LoweringReport(device or _device_of(graph), near_misses=list(found.near_misses), num_graphs=1)
     for match, selection, new in rewrites:
         report.sites.append(SiteReport.of(match, selection, new.prepared_bytes if new else 0))
-        report.device = report.device or selection.device
     return report

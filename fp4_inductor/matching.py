@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .formats import BlockFormat
 from .spec import MoESpec, Operand
@@ -101,4 +102,6 @@ def find_matches(graph: fx.Graph) -> Recognition:
     """
     from .patterns.search import search  # patterns speak in the types above
 
-    return search(graph)
+    # Compilers call this under a fake mode, in which nothing could be computed.
+    with unset_fake_temporarily():
+        return search(graph)
