@@ -32,6 +32,7 @@ def quantize_(model: nn.Module, format: str | BlockFormat, *, filter: Filter | N
         fp4_inductor.quantize_(model, "nvfp4", filter=lambda name, _: name.endswith(("w13", "w2")))
 
     No forward is changed: a quantised module dequantises where it reads the weight, in the weight's dtype.
+    If interrupted, it leaves every weight either quantised or untouched.
 
     Args:
         model: in evaluation mode. Shapes, devices and values are checked before anything is changed.

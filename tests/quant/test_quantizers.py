@@ -183,3 +183,14 @@ def test_refusals(fmt: BlockFormat, weight: torch.Tensor, said: str) -> None:
 def test_an_unknown_scale_rule_shows_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'floor'"):
         quantize_mxfp4(torch.ones(1, 32), "flor")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gpu_gives_the_same_bits(fmt: BlockFormat, dtype: torch.dtype) -> None:
+    weight = sample(4, 64, 512, dtype=dtype)
+    weight[0] = 0
+    for ours, expected in zip(quantize(weight.cuda(), fmt), quantize(weight, fmt), strict=True):
+        if expected is not None:
+            assert torch.equal(ours.cpu().view(torch.uint8), expected.view(torch.uint8))
