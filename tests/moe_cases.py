@@ -164,6 +164,7 @@ EXPERTS_CASES: dict[str, dict[str, Any]] = {
     "up_first": {"w13_order": GateUpOrder.UP_GATE, "bias": True, "bias_dtype": torch.float32},
     "odd_sizes": {"num_experts": 33, "top_k": 5, "hidden_size": 160, "intermediate_size": 32, "num_tokens": 11},
     "one_token": {"num_tokens": 1, "num_experts": 7, "top_k": 3},
+    "long_rows": {"num_tokens": 2, "hidden_size": 608, "intermediate_size": 544, "bias": True},
     "one_expert": {"num_tokens": 5, "num_experts": 1, "top_k": 1},
     "many_tokens": {"num_tokens": 301, "num_experts": 6, "top_k": 3, "hidden_size": 64, "intermediate_size": 64},
     "outside_ids": {"num_tokens": 40, "outside_ids": True, "ids_dtype": torch.int32, "bias": True},

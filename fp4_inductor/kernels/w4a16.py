@@ -9,14 +9,18 @@ import torch
 import triton
 
 from ..spec import ActivationSpec
-from .w4a16_config import GemmConfig, W4A16Config, choose_config
+from .w4a16_config import GemmConfig, W4A16Config, choose_config, choose_split
 from .w4a16_gemm import combine_kernel, down_kernel, gate_up_kernel
-from .w4a16_route import count_kernel, place_kernel, plan_kernel, route_kernel
+from .w4a16_route import count_kernel, place_kernel, route_kernel
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run on the CPU in Triton's interpreter, which knows no inline assembly and no bfloat16 product."""
-_CHUNK = 512
+_CHUNKS = (32, 128, 512)
+"""Pairs that one program sorts."""
 _INTERPRETED_ARCH = 80
+_INTERPRETED_SMS = 16
+_MAX_ARRIVALS = 512
+"""Output blocks up to which programs may share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,10 @@ class Routes:
     tile_expert: torch.Tensor  # int32 [max_tiles]
     tile_row: torch.Tensor  # int32 [max_tiles]
     expert_end: torch.Tensor  # int32 [BINS]
+    arrivals: torch.Tensor  # int32 zeros, for programs that share an output block
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tiles(self) -> tuple[torch.Tensor, ...]:
         return self.order, self.num_tiles, self.tile_expert, self.tile_row, self.expert_end
 
 
@@ -99,27 +104,36 @@ def run_experts(
 
 
 def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routes:
-    """Sort pairs by expert, in one launch or three."""
+    """Sort pairs by expert, in one launch or two."""
     num_pairs = topk_ids.numel()
     bins = triton.next_power_of_2(num_experts + 2)
     max_tiles = min(num_pairs, num_pairs // block_m + num_experts)
-    num_chunks = triton.cdiv(num_pairs, _CHUNK)
-    sizes = [num_pairs, 1, max_tiles, max_tiles, bins, bins * num_chunks]
+    num_chunks = triton.cdiv(num_pairs, _CHUNKS[-1])
+    num_arrivals = _MAX_ARRIVALS if num_chunks == 1 else 0
+    sizes = [num_pairs, 1, max_tiles, max_tiles, bins, num_arrivals, bins * num_chunks]
     # Triton compiles anew for a pointer that is not aligned to 16 bytes.
     sizes = [size + -size % 4 for size in sizes]
     workspace = torch.empty(sum(sizes), dtype=torch.int32, device=topk_ids.device)
     *parts, counts = torch.split(workspace, sizes)
     routes = Routes(num_pairs, max_tiles, *parts)
+    chunk = next((size for size in _CHUNKS if num_pairs <= size), _CHUNKS[-1])
+    shape = {"CHUNK": chunk, "BINS": bins, "num_warps": 4 if chunk <= 128 else 16}
     if num_chunks == 1:
-        chunk = next(size for size in (32, 128, _CHUNK) if num_pairs <= size)
         route_kernel[(1,)](
-            topk_ids, *routes.tensors, num_pairs, num_experts, CHUNK=chunk, BINS=bins, BLOCK_M=block_m, num_warps=8
+            topk_ids,
+            *routes.tiles,
+            routes.arrivals,
+            num_pairs,
+            num_experts,
+            BLOCK_M=block_m,
+            ARRIVALS=num_arrivals,
+            **shape,
         )
         return routes
-    grid, shape = (num_chunks,), {"CHUNK": _CHUNK, "BINS": bins, "num_warps": 8}
-    count_kernel[grid](topk_ids, counts, num_pairs, num_experts, **shape)
-    plan_kernel[(1,)](counts, *routes.tensors[1:], num_chunks, num_experts, BINS=bins, BLOCK_M=block_m, num_warps=16)
-    place_kernel[grid](topk_ids, counts, routes.order, num_pairs, num_experts, **shape)
+    count_kernel[(num_chunks,)](topk_ids, counts, num_pairs, num_experts, **shape)
+    place_kernel[(num_chunks,)](
+        topk_ids, counts, *routes.tiles, num_pairs, num_chunks, num_experts, BLOCK_M=block_m, **shape
+    )
     return routes
 
 
@@ -129,15 +143,18 @@ def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int,
     intermediate_size = w13.rows.shape[1] // (2 if activation.gated else 1)
     h = hidden.new_empty(routes.num_pairs, intermediate_size)
     limit = activation.limit
-    grid = (routes.max_tiles * triton.cdiv(intermediate_size, config.gate_up.block_n),)
-    gate_up_kernel[grid](
+    cut = _cut(routes, intermediate_size, hidden_size, config.gate_up, h.device)
+    accumulators = 2 if activation.gated else 1
+    gate_up_kernel[(cut.num_blocks * cut.split_k,)](
         hidden,
         w13.words,
         w13.scales,
         w13.rows,
         w13.rows if w13.bias is None else w13.bias,
-        *routes.tensors,
+        *routes.tiles,
         h,
+        _parts(cut, accumulators * config.block_m * config.gate_up.block_n, h),
+        routes.arrivals,
         top_k,
         hidden_size,
         intermediate_size,
@@ -149,7 +166,7 @@ def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int,
         UP_FIRST=experts.up_first,
         HAS_LIMIT=limit is not None,
         KIND=activation.kind,
-        **_constants(experts, hidden_size, config.block_m, config.gate_up),
+        **_constants(experts, hidden_size, config.block_m, config.gate_up, cut.split_k),
     )
     return h
 
@@ -159,28 +176,52 @@ def _down(
 ) -> None:
     """Write y [P, H], by pair, times the routing weights."""
     w2, hidden_size, intermediate_size = experts.w2, y.shape[1], h.shape[1]
-    grid = (routes.max_tiles * triton.cdiv(hidden_size, config.down.block_n),)
-    down_kernel[grid](
+    cut = _cut(routes, hidden_size, intermediate_size, config.down, h.device)
+    down_kernel[(cut.num_blocks * cut.split_k,)](
         h,
         w2.words,
         w2.scales,
         w2.rows,
         w2.rows if w2.bias is None else w2.bias.contiguous(),
         topk_weights,
-        *routes.tensors,
+        *routes.tiles,
         y,
+        _parts(cut, config.block_m * config.down.block_n, h),
+        routes.arrivals,
         hidden_size,
         intermediate_size,
         HAS_BIAS=w2.bias is not None,
-        **_constants(experts, intermediate_size, config.block_m, config.down),
+        **_constants(experts, intermediate_size, config.block_m, config.down, cut.split_k),
     )
 
 
-def _constants(experts: Experts, columns: int, block_m: int, gemm: GemmConfig) -> dict[str, int | bool]:
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How many output blocks a GEMM has, and how many programs share one."""
+
+    num_blocks: int
+    split_k: int
+
+
+def _cut(routes: Routes, rows: int, columns: int, gemm: GemmConfig, device: torch.device) -> _Cut:
+    num_blocks = routes.max_tiles * triton.cdiv(rows, gemm.block_n)
+    if num_blocks > routes.arrivals.numel():
+        return _Cut(num_blocks, 1)
+    return _Cut(num_blocks, choose_split(num_blocks, triton.cdiv(columns, gemm.block_k), _sm_count(device)))
+
+
+def _parts(cut: _Cut, block_size: int, like: torch.Tensor) -> torch.Tensor:
+    """Scratch for partial sums; empty where no block is shared."""
+    size = cut.num_blocks * cut.split_k * block_size if cut.split_k > 1 else 0
+    return like.new_empty(size, dtype=torch.float32)
+
+
+def _constants(experts: Experts, columns: int, block_m: int, gemm: GemmConfig, split_k: int) -> dict[str, int | bool]:
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": gemm.block_n,
         "BLOCK_K": gemm.block_k,
+        "SPLIT_K": split_k,
         "WHOLE": columns % gemm.block_k == 0,
         "E4M3": experts.e4m3,
         "INTERPRETED": INTERPRETED,
@@ -190,10 +231,15 @@ def _constants(experts: Experts, columns: int, block_m: int, gemm: GemmConfig) -
 
 
 def _arch(device: torch.device) -> int:
-    return _INTERPRETED_ARCH if device.type == "cpu" else _device_arch(device.index)
+    return _INTERPRETED_ARCH if device.type == "cpu" else _properties(device.index)[0]
+
+
+def _sm_count(device: torch.device) -> int:
+    return _INTERPRETED_SMS if device.type == "cpu" else _properties(device.index)[1]
 
 
 @cache
-def _device_arch(index: int | None) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
+def _properties(index: int | None) -> tuple[int, int]:
+    """Architecture and number of multiprocessors."""
+    found = torch.cuda.get_device_properties(index)
+    return 10 * found.major + found.minor, found.multi_processor_count

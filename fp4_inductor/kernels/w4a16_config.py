@@ -51,6 +51,8 @@ _SMALL = (
     (None, _both(64, GemmConfig(64, 128, 4, 3))),
 )
 
+_PROGRAMS_PER_SM = 4
+
 FAMILIES = {80: _SMALL, 86: _SMALL, 89: _SMALL, 90: _LARGE, 100: _LARGE, 103: _LARGE, 120: _SMALL, 121: _SMALL}
 """Configurations by ``DeviceInfo.arch``."""
 
@@ -62,6 +64,14 @@ def choose_config(arch: int, num_pairs: int, num_experts: int) -> W4A16Config:
         if limit is None or tokens <= limit:
             return config
     raise AssertionError("the last row has no limit")
+
+
+def choose_split(num_blocks: int, steps: int, sm_count: int) -> int:
+    """How many programs share an output block, so that a few tokens fill the device: four programs an SM.
+
+    Each keeps two steps of the ``steps`` along K, and no more than eight share.
+    """
+    return max(1, min(_PROGRAMS_PER_SM * sm_count // num_blocks, steps // 2, 8))
 
 
 def configs(arch: int) -> tuple[W4A16Config, ...]:

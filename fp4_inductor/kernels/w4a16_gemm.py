@@ -94,7 +94,7 @@ def _weights(words, scales, E4M3: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED
     ROWS: tl.constexpr = words.shape[0]
     GROUPS: tl.constexpr = words.shape[1] // _PLANE
     words = words.reshape(ROWS, GROUPS, _PLANE)
-    if not E4M3:  # each word is two bytes of one group, two of the next
+    if not E4M3 and GROUPS > 1:  # each word is two bytes of one group, two of the next
         scales = tl.join(scales, scales >> 16).reshape(ROWS, GROUPS)
     shape: tl.constexpr = [ROWS, GROUPS, _PLANE]
     b0 = _scale_lanes(scales & 0xFF, E4M3, DTYPE)
@@ -146,7 +146,8 @@ def _load_weights(
     offset = offset + (word_group * (_ROWS * _PLANE) + word % _PLANE)[None, :]
     # Scales: a word a group (e4m3), or a word for two groups (e8m0).
     PER_WORD: tl.constexpr = 1 if E4M3 else 2
-    scale_word = group // PER_WORD + tl.arange(0, BLOCK_K // _GROUP // PER_WORD)
+    SCALE_WORDS: tl.constexpr = BLOCK_K // _GROUP // PER_WORD
+    scale_word = group // PER_WORD + tl.arange(0, SCALE_WORDS if SCALE_WORDS > 0 else 1)
     num_scale_words = tl.cdiv(num_groups, PER_WORD)
     scale_offset = ((tile_rows // _ROWS) * num_scale_words * _ROWS + tile_rows % _ROWS)[:, None]
     scale_offset = scale_offset + (scale_word * _ROWS)[None, :]
@@ -156,6 +157,8 @@ def _load_weights(
     else:
         w = tl.load(words + offset, mask=(word_group < num_groups)[None, :], other=0)
         s = tl.load(scales + scale_offset, mask=(scale_word < num_scale_words)[None, :], other=0)
+    if SCALE_WORDS == 0:
+        s = s >> (group % 2) * 16
     return _weights(w, s, E4M3, DTYPE, INTERPRETED)
 
 
@@ -205,6 +208,39 @@ def _activate(x, alpha, KIND: tl.constexpr):
 
 
 @triton.jit
+def _split_range(K, split, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
+    """Columns [first, end) of one of SPLIT_K programs that share an output tile."""
+    columns = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
+    return split * columns, tl.minimum(split * columns + columns, K)
+
+
+@triton.jit
+def _arrive(arrivals, block, SPLIT_K: tl.constexpr):
+    """Whether this program is the last of SPLIT_K to have stored its part of ``block``."""
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals + block, 1, sem="acq_rel") == SPLIT_K - 1
+    if last:  # the next GEMM counts from zero again
+        tl.store(arrivals + block, 0)
+    return last
+
+
+@triton.jit
+def _part(parts, block, split, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr):
+    """Pointers [BLOCK_N, BLOCK_M] to one program's part of a block, float32."""
+    start = (block.to(tl.int64) * SPLIT_K + split) * (BLOCK_N * BLOCK_M)
+    return parts + start + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+
+
+@triton.jit
+def _sum_parts(parts, block, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr):
+    """Parts of a block added in the order of their columns, whichever program was last."""
+    total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        total += tl.load(_part(parts, block, split, BLOCK_N, BLOCK_M, SPLIT_K), cache_modifier=".cg")
+    return total
+
+
+@triton.jit
 def _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M: tl.constexpr):
     """A token tile's expert (int64), sorted rows, their validity and pairs; rows past the end repeat the last."""
     expert = tl.load(tile_expert + tile)
@@ -227,6 +263,8 @@ def gate_up_kernel(
     tile_row,  # int32 [tiles]
     expert_end,  # int32 [>= E]
     h,  # out: [P, I], I padded to 64, sorted rows
+    parts,  # scratch where SPLIT_K > 1: float32, a [BLOCK_N, BLOCK_M] of gate and one of up a program
+    arrivals,  # int32 zeros, one a block of h
     top_k,
     H,
     I,  # noqa: E741
@@ -236,6 +274,7 @@ def gate_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     WHOLE: tl.constexpr,
     E4M3: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -246,13 +285,15 @@ def gate_up_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """h = act(hidden @ w13) for one token tile and BLOCK_N intermediate columns."""
+    block = tl.program_id(0) // SPLIT_K
+    split = tl.program_id(0) % SPLIT_K
     blocks = tl.cdiv(I, BLOCK_N)
-    tile = tl.program_id(0) // blocks
+    tile = block // blocks
     if tile >= tl.load(num_tiles):
         return
     DTYPE: tl.constexpr = hidden.dtype.element_ty
     expert, row, valid, pair = _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M)
-    n = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = (block % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_read = tl.minimum(n, I - 1)
     gate_rows, up_rows = n_read, n_read
     if GATED:
@@ -268,13 +309,23 @@ def gate_up_kernel(
 
     gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for k in range(0, H, BLOCK_K):
+    first, end = _split_range(H, split, BLOCK_K, SPLIT_K)
+    for k in range(first, end, BLOCK_K):
         x = _load_tokens(tokens, k, H, BLOCK_K, WHOLE)
         w = _load_weights(words, scales, gate_rows, k // _GROUP, groups, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED)
         gate = _dot(w, x, gate, INTERPRETED)
         if GATED:
             w = _load_weights(words, scales, up_rows, k // _GROUP, groups, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED)
             up = _dot(w, x, up, INTERPRETED)
+    if SPLIT_K > 1:
+        tl.store(_part(parts, block * 2, split, BLOCK_N, BLOCK_M, SPLIT_K), gate)
+        if GATED:
+            tl.store(_part(parts, block * 2 + 1, split, BLOCK_N, BLOCK_M, SPLIT_K), up)
+        if not _arrive(arrivals, block, SPLIT_K):
+            return
+        gate = _sum_parts(parts, block * 2, BLOCK_N, BLOCK_M, SPLIT_K)
+        if GATED:
+            up = _sum_parts(parts, block * 2 + 1, BLOCK_N, BLOCK_M, SPLIT_K)
 
     row_scale += expert * N
     bias += expert * N
@@ -309,24 +360,29 @@ def down_kernel(
     tile_row,
     expert_end,
     y,  # out: [P, H], by pair
+    parts,
+    arrivals,
     H,
     I,  # noqa: E741
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     WHOLE: tl.constexpr,
     E4M3: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """y = topk_weight * (h @ w2 + bias) for one token tile and BLOCK_N output columns."""
+    block = tl.program_id(0) // SPLIT_K
+    split = tl.program_id(0) % SPLIT_K
     blocks = tl.cdiv(H, BLOCK_N)
-    tile = tl.program_id(0) // blocks
+    tile = block // blocks
     if tile >= tl.load(num_tiles):
         return
     DTYPE: tl.constexpr = h.dtype.element_ty
     expert, row, valid, pair = _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M)
-    n = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = (block % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_read = tl.minimum(n, H - 1)
     N = tl.cdiv(H, _ROWS) * _ROWS
     groups = I // _GROUP
@@ -335,10 +391,16 @@ def down_kernel(
     rows = h + tl.where(valid, row, row - tl.arange(0, BLOCK_M)).to(tl.int64) * I
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for k in range(0, I, BLOCK_K):
+    first, end = _split_range(I, split, BLOCK_K, SPLIT_K)
+    for k in range(first, end, BLOCK_K):
         x = _load_tokens(rows, k, I, BLOCK_K, WHOLE)
         w = _load_weights(words, scales, n_read, k // _GROUP, groups, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED)
         acc = _dot(w, x, acc, INTERPRETED)
+    if SPLIT_K > 1:
+        tl.store(_part(parts, block, split, BLOCK_N, BLOCK_M, SPLIT_K), acc)
+        if not _arrive(arrivals, block, SPLIT_K):
+            return
+        acc = _sum_parts(parts, block, BLOCK_N, BLOCK_M, SPLIT_K)
 
     acc *= tl.load(row_scale + expert * N + n_read)[:, None]
     if HAS_BIAS:

@@ -2,7 +2,7 @@
 
 A pair is one (token, slot); its number is ``token * k + slot``. The sort is stable, so results do not depend on
 how programs are scheduled. Pairs whose id is outside [0, E) come last and belong to no tile. One program does
-everything where the pairs fit one chunk; otherwise count, plan and place are three launches.
+everything where the pairs fit one chunk; otherwise count and place are two launches.
 """
 
 # Triton reads these functions itself; they hold no Python types.
@@ -22,30 +22,21 @@ def _keys(topk_ids, pair, num_pairs, num_experts):
 
 
 @triton.jit
-def _histogram(topk_ids, first, num_pairs, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr):
-    """int32 [BINS] pairs of each expert among CHUNK pairs from ``first``."""
-    return tl.histogram(_keys(topk_ids, first + tl.arange(0, CHUNK), num_pairs, num_experts), BINS)
-
-
-@triton.jit
-def _rank(topk_ids, first, num_pairs, num_experts, key, STABLE_SORT: tl.constexpr, CHUNK: tl.constexpr):
-    """How many pairs of the chunk precede each pair: in sorted order (STABLE_SORT), or within its expert."""
+def _chunk_rank(topk_ids, first, num_pairs, num_experts, key, CHUNK: tl.constexpr):
+    """Where each of CHUNK pairs from ``first`` comes in the chunk sorted by expert, by counting those before it."""
     STEP: tl.constexpr = 32
-    own = tl.arange(0, CHUNK)
-    rank = tl.zeros((CHUNK,), dtype=tl.int32)
-    for start in range(0, CHUNK, STEP):
-        other = start + tl.arange(0, STEP)
-        other_key = _keys(topk_ids, first + other, num_pairs, num_experts)
-        before = (other_key[None, :] == key[:, None]) & (other[None, :] < own[:, None])
-        if STABLE_SORT:
-            before = before | (other_key[None, :] < key[:, None])
-        rank += tl.sum(before.to(tl.int32), axis=1)
-    return rank
+    own = key * CHUNK + tl.arange(0, CHUNK)
+    before = tl.zeros((CHUNK, STEP), dtype=tl.int32)
+    for start in tl.static_range(0, CHUNK, STEP):
+        i = start + tl.arange(0, STEP)
+        other = _keys(topk_ids, first + i, num_pairs, num_experts) * CHUNK + i
+        before += (other[None, :] < own[:, None]).to(tl.int32)
+    return tl.sum(before, axis=1)
 
 
 @triton.jit
 def _write_tiles(counts, num_experts, num_tiles, tile_expert, tile_row, expert_end, BLOCK_M: tl.constexpr):
-    """Tiles of BLOCK_M rows from pairs of each expert, int32 [BINS]; returns each expert's first row."""
+    """Tiles of BLOCK_M rows from ``counts`` int32 [BINS], the pairs of each expert."""
     expert = tl.arange(0, counts.shape[0])
     end = tl.cumsum(counts, axis=0)
     tl.store(expert_end + expert, end)
@@ -55,7 +46,6 @@ def _write_tiles(counts, num_experts, num_tiles, tile_expert, tile_row, expert_e
     for i in range(tl.max(tiles, axis=0)):
         tl.store(tile_expert + tile + i, expert, mask=i < tiles)
         tl.store(tile_row + tile + i, end - counts + i * BLOCK_M, mask=i < tiles)
-    return end - counts
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -66,64 +56,72 @@ def route_kernel(
     tile_expert,  # out: int32 [tiles]
     tile_row,  # out: int32 [tiles] first sorted row
     expert_end,  # out: int32 [BINS] last sorted row + 1
+    arrivals,  # out: int32 [ARRIVALS] zeros
     num_pairs,
     num_experts,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ARRIVALS: tl.constexpr,
 ):
     """Everything in one program, for at most CHUNK pairs."""
+    tl.store(arrivals + tl.arange(0, ARRIVALS), tl.zeros((ARRIVALS,), dtype=tl.int32))
     pair = tl.arange(0, CHUNK)
     key = _keys(topk_ids, pair, num_pairs, num_experts)
-    rank = _rank(topk_ids, 0, num_pairs, num_experts, key, True, CHUNK)
-    tl.store(order + rank, pair, mask=pair < num_pairs)
-    counts = _histogram(topk_ids, 0, num_pairs, num_experts, CHUNK, BINS)
+    counts = tl.histogram(key, BINS)
     _write_tiles(counts, num_experts, num_tiles, tile_expert, tile_row, expert_end, BLOCK_M)
+    rank = _chunk_rank(topk_ids, 0, num_pairs, num_experts, key, CHUNK)
+    tl.store(order + rank, pair, mask=pair < num_pairs)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def count_kernel(topk_ids, counts, num_pairs, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr):
-    """counts int32 [chunks, BINS]: pairs of each expert in each chunk."""
+def count_kernel(
+    topk_ids,
+    counts,  # out: int32 [chunks, BINS] pairs of each expert in each chunk
+    num_pairs,
+    num_experts,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """One program a chunk."""
     chunk = tl.program_id(0)
-    found = _histogram(topk_ids, chunk * CHUNK, num_pairs, num_experts, CHUNK, BINS)
-    tl.store(counts + chunk * BINS + tl.arange(0, BINS), found)
+    key = _keys(topk_ids, chunk * CHUNK + tl.arange(0, CHUNK), num_pairs, num_experts)
+    tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(key, BINS))
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
-def plan_kernel(
-    counts,  # in: int32 [chunks, BINS] pairs; out: first sorted row of each chunk's pairs of each expert
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
+def place_kernel(
+    topk_ids,
+    counts,  # int32 [chunks, BINS]
+    order,
     num_tiles,
     tile_expert,
     tile_row,
     expert_end,
+    num_pairs,
     num_chunks,
     num_experts,
+    CHUNK: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Tiles, and where each chunk places its pairs. One program."""
-    STEP: tl.constexpr = 16
-    chunk = tl.arange(0, STEP)
+    """Place one chunk's pairs; the first program also cuts the tiles."""
+    STEP: tl.constexpr = 32
+    chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
     total = tl.zeros((BINS,), dtype=tl.int32)
+    earlier = tl.zeros((BINS,), dtype=tl.int32)
     for start in range(0, num_chunks, STEP):
-        rows = (start + chunk)[:, None]
-        total += tl.sum(tl.load(counts + rows * BINS + bins[None, :], mask=rows < num_chunks, other=0), axis=0)
-    base = _write_tiles(total, num_experts, num_tiles, tile_expert, tile_row, expert_end, BLOCK_M)
-    for start in range(0, num_chunks, STEP):
-        rows = (start + chunk)[:, None]
-        pointers = counts + rows * BINS + bins[None, :]
-        found = tl.load(pointers, mask=rows < num_chunks, other=0)
-        tl.store(pointers, base[None, :] + tl.cumsum(found, axis=0) - found, mask=rows < num_chunks)
-        base += tl.sum(found, axis=0)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def place_kernel(topk_ids, base, order, num_pairs, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr):
-    """order int32 [P] from base int32 [chunks, BINS]."""
-    first = tl.program_id(0) * CHUNK
-    pair = first + tl.arange(0, CHUNK)
+        row = (start + tl.arange(0, STEP))[:, None]
+        found = tl.load(counts + row * BINS + bins[None, :], mask=row < num_chunks, other=0)
+        total += tl.sum(found, axis=0)
+        earlier += tl.sum(tl.where(row < chunk, found, 0), axis=0)
+    if chunk == 0:
+        _write_tiles(total, num_experts, num_tiles, tile_expert, tile_row, expert_end, BLOCK_M)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
     key = _keys(topk_ids, pair, num_pairs, num_experts)
-    rank = _rank(topk_ids, first, num_pairs, num_experts, key, False, CHUNK)
-    start = tl.load(base + tl.program_id(0) * BINS + key, mask=pair < num_pairs, other=0)
-    tl.store(order + start + rank, pair, mask=pair < num_pairs)
+    rank = _chunk_rank(topk_ids, chunk * CHUNK, num_pairs, num_experts, key, CHUNK)
+    own = tl.load(counts + chunk * BINS + bins)
+    # A pair's row: all smaller experts, then its expert's pairs of earlier chunks, then those before it in this one.
+    base = tl.cumsum(total, axis=0) - total + earlier - (tl.cumsum(own, axis=0) - own)
+    tl.store(order + tl.gather(base, key, 0) + rank, pair, mask=pair < num_pairs)
