@@ -21,8 +21,8 @@ from torch import fx
 from ..matching import NoMatch
 from ..reference import activate
 from ..spec import RUNTIME, ActivationSpec, GateUpOrder, Operand, Runtime
-from .probing import cone, constant_value, dtype_of, evaluate, isolated, shape_hint
-from .resizing import op_name, row_counts
+from .probing import WIDE_FLOATS, cone, constant_value, dtype_of, evaluate, isolated, shape_hint
+from .resizing import op_name, probe_shapes
 from .signature import Memo, signature
 
 Kind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -47,11 +47,15 @@ CUTTING = {
 """The selecting operations that a formula of the catalogue may be spelled with."""
 
 SELECTING = CUTTING | {
-    "fmin", "fmax", "relu6", "threshold", "hardsigmoid", "hardswish", "leaky_relu", "eq", "ne", "isnan", "isinf",
-    "nan_to_num", "sign", "sgn", "signbit", "abs", "floor", "ceil", "round", "trunc", "fmod", "remainder", "copysign",
+    "fmin", "fmax", "relu6", "threshold", "hardsigmoid", "hardswish", "leaky_relu", "eq", "ne", "isfinite", "isnan",
+    "isinf", "nan_to_num", "sign", "sgn", "signbit", "abs", "floor", "ceil", "round", "trunc", "fmod", "remainder", "copysign",
     "heaviside", "elu", "celu", "selu", "softplus", "softshrink", "hardshrink",
 }  # fmt: skip
 """Operations that treat some values unlike others, so that no finite number of probes speaks for all."""
+
+_LOGICAL = {
+    "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "__and__", "__or__",
+}  # fmt: skip
 
 _LAYOUT = {
     "split", "split_with_sizes", "chunk", "unbind", "slice", "select", "view", "reshape", "_unsafe_view", "clone",
@@ -162,6 +166,8 @@ def _check_steps(nodes: Sequence[fx.Node]) -> list[int]:
             size = isinstance(node.meta.get("val"), (int, torch.SymInt))
             if not (size or name in _LAYOUT or (aten and torch.Tag.pointwise in target.tags)):
                 raise NoMatch("{} ({}) is no step of an activation", node, target, node=node)
+            if dtype_of(node) not in (None, torch.bool, *WIDE_FLOATS):
+                raise NoMatch("{} ({}) makes {} of the activation", node, target, dtype_of(node), node=node)
         elif constant_value(node) is None and dtype_of(node) is not None:
             if shape_hint(node) != ():
                 raise NoMatch("the activation reads {}, which is no scalar", node, node=node)
@@ -211,8 +217,8 @@ def _run(
     generator: torch.Generator,
 ) -> _Draw:
     miss: NoMatch | None = None
-    for rows in row_counts(shape, _ROWS):
-        inputs = probe_values((rows, *shape[1:]), constants, generator)
+    for small in probe_shapes(shape, _ROWS):
+        inputs = probe_values(small, constants, generator)
         feeds = {nodes[place]: torch.tensor(value, dtype=torch.float64) for place, value in scalars.items()}
         try:
             (out,) = evaluate([nodes[-1]], {nodes[0]: inputs, **feeds})
@@ -317,7 +323,7 @@ def _audit(nodes: Sequence[fx.Node], found: _Found) -> None:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         name = op_name(node.target)
-        if name not in SELECTING:
+        if name not in SELECTING and not (dtype_of(node) is torch.bool and name not in _LOGICAL | _LAYOUT):
             continue
         mentioned = [0.0] if name == "relu" else numbers(node)
         for source in node.all_input_nodes:

@@ -40,7 +40,7 @@ _EXECUTION_ERRORS = (
 _UNBACKED_SIZE = 8
 """Stands in for a size that only data decides."""
 
-_WIDE_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+WIDE_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Casts between these are rounding; a cast to a narrower float is a quantisation and belongs to no formula."""
 
 _VIEWS = {"view", "reshape", "_unsafe_view", "_reshape_alias"}
@@ -223,7 +223,7 @@ class _Probe:
         if not self.exact:
             if name == "view":
                 raise NoMatch("{} reinterprets the bits of a float", node, node=node)
-            args = [torch.float64 if isinstance(arg, torch.dtype) and arg in _WIDE_FLOATS else arg for arg in args]
+            args = [torch.float64 if isinstance(arg, torch.dtype) and arg in WIDE_FLOATS else arg for arg in args]
             if special is not None:
                 return self._neutral(special(*args, **kwargs))
         if str(target) in _GROUPED_MM:
@@ -237,7 +237,7 @@ class _Probe:
             raise NoMatch("{} carries no dtype", node, node=node)
         if self.exact or not dtype.is_floating_point:
             return value.to(dtype)
-        if dtype not in _WIDE_FLOATS:
+        if dtype not in WIDE_FLOATS:
             raise NoMatch("{} rounds to {}", node, dtype, node=node)
         return value.to(torch.float64)
 
@@ -251,7 +251,7 @@ class _Probe:
         if "device" in accepted:
             kwargs["device"] = torch.device("cpu")
         if "dtype" in accepted and dtype is not None:
-            kwargs["dtype"] = torch.float64 if dtype in _WIDE_FLOATS and not self.exact else dtype
+            kwargs["dtype"] = torch.float64 if dtype in WIDE_FLOATS and not self.exact else dtype
         if self.leading and name in ("full", "zeros", "ones"):
             args[0] = resize_leading(self._traced(node), self.leading)
         elif self.leading and any(size in self.leading for size in self._traced(node)):
@@ -268,7 +268,7 @@ class _Probe:
 
     def _neutral_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "layout", "memory_format")}
-        if not self.exact and kwargs.get("dtype") in _WIDE_FLOATS:
+        if not self.exact and kwargs.get("dtype") in WIDE_FLOATS:
             kwargs["dtype"] = torch.float64
         return kwargs
 

@@ -22,6 +22,9 @@ _ELEMENTWISE = {
 }  # fmt: skip
 """Act on each element alone, though not all are tagged pointwise. "view" is view.dtype: sizes are handled apart."""
 
+_MAX_ELEMENTS = 1 << 22
+"""Of a probe at full size, where no smaller one can be run."""
+
 _RESHAPING = {"expand", "permute", "transpose", "t", "unsqueeze", "stack"}
 """Move axes as a whole."""
 
@@ -82,14 +85,19 @@ def _absorb(sizes: list[int], old: int, new: int) -> list[int]:
     raise NoMatch("an axis of {} cannot become {} in a view to {}", old, new, tuple(sizes))
 
 
-def row_counts(shape: Sequence[int], most: int) -> list[int]:
-    """Sizes of the first axis to try: few rows in all first, those that views into tokens and slots may divide, all."""
-    rows, per_row = shape[0], prod(shape[1:-1])
-    if rows * per_row <= most:
-        return [rows]
-    few = min(rows, max(2, most // per_row))
-    divisors = [count for count in range(few, 1, -1) if rows % count == 0]
-    return list(dict.fromkeys([few, *divisors[:3], rows]))
+def probe_shapes(shape: Sequence[int], rows: int) -> list[tuple[int, ...]]:
+    """Shapes to probe a tensor of ``shape`` with, of about ``rows`` rows in all, the likeliest first.
+
+    Views into tokens and slots may need sizes that divide the traced ones, or the traced ones themselves.
+    """
+    few, dividing, left = [], [], rows
+    for size in shape[:-1]:
+        cap = min(size, max(2, left))
+        few.append(cap)
+        dividing.append(next((count for count in range(cap, 1, -1) if size % count == 0), size))
+        left //= cap
+    shapes = [(*few, *shape[-1:]), (*dividing, *shape[-1:]), tuple(shape)]
+    return [made for made in dict.fromkeys(shapes) if made == shapes[0] or prod(made) <= _MAX_ELEMENTS]
 
 
 def resize_leading(shape: Sequence[int], leading: Mapping[int, int]) -> tuple[int, ...]:
@@ -128,11 +136,23 @@ def check_resizable(
         if isinstance(new, (list, tuple)):
             new, old = new[0], old[0]
         axes = [dims] if isinstance(dims, int) else list(dims or [])
-        if axes and all(new.shape[axis] == old[axis] for axis in axes):
+        if axes and all(new.shape[axis] == old[axis] for axis in axes) and _alike(args, old_args):
             return
         if name == "slice" and _whole(bound, old[dims]):
             return
     raise NoMatch("{} may treat the rows of a shortened axis unlike", target)
+
+
+def _alike(args: Sequence[Any], old_args: Sequence[Any]) -> bool:
+    """Whether tensors of equal rank are shortened along the same axes, so that rows meet their own."""
+    changed: dict[int, set[tuple[int, ...]]] = {}
+    for new, old in zip(args, old_args, strict=True):
+        pairs = zip(new, old, strict=True) if isinstance(new, (list, tuple)) else [(new, old)]
+        for tensor, traced in pairs:
+            if isinstance(tensor, torch.Tensor):
+                axes = tuple(axis for axis, size in enumerate(tensor.shape) if size != traced[axis])
+                changed.setdefault(tensor.dim(), set()).add(axes)
+    return all(len(axes) == 1 for axes in changed.values())
 
 
 def _whole(bound: Mapping[str, Any], size: int) -> bool:

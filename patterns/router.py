@@ -21,12 +21,12 @@ from ..matching import NoMatch
 from ..spec import RUNTIME, RouterSpec, Scoring
 from .activation import SELECTING, close, numbers
 from .probing import cone, constant_value, dtype_of, evaluate, isolated, shape_hint
-from .resizing import op_name, row_counts
+from .resizing import op_name, probe_shapes
 from .signature import Memo, signature
 
 _MAX_NODES = 400
 _ROWS = 48
-_MIN_TOKENS = 32
+_MIN_TOKENS = 16
 _SCORING_STEPS = {"exp", "sigmoid", "_softmax", "softmax", "_log_softmax", "softplus", "log1p", "tanh", "logsumexp"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "einsum", "_grouped_mm", "_scaled_mm"}
 """The logits come out of one of these; nothing before them is part of a router."""
@@ -175,15 +175,13 @@ def _logits_candidates(ids: fx.Node, weights: fx.Node, num_experts: int, top_k: 
             if source not in seen:
                 seen.add(source)
                 near.append(source)
-    found = []
-    for node in (
-        cone([ids, weights], [node for node in near if _name(node) in _PRODUCTS]) if len(near) <= _MAX_NODES else near
-    ):
+    products = [node for node in near if _name(node) in _PRODUCTS]
+    found = [node for node in products if (shape_hint(node) or (0,))[-1] == num_experts]
+    for node in cone([ids, weights], products) if len(near) <= _MAX_NODES else reversed(near):
         shape = shape_hint(node)
         if shape and shape[-1] == num_experts and prod(shape) == tokens * num_experts and _is_float(node):
             found.append(node)
-    products = [node for node in near if _name(node) in _PRODUCTS and (shape_hint(node) or (0,))[-1] == num_experts]
-    return [*products, *found]
+    return found
 
 
 def _name(node: fx.Node) -> str:
@@ -262,8 +260,8 @@ def _run(
 ) -> _Draw:
     scale, shift, bias_scale, bias_shift = regime
     miss: NoMatch | None = None
-    for rows in row_counts(shape, _ROWS):
-        logits = torch.randn(rows, *shape[1:], dtype=torch.float64, generator=generator) * scale + shift
+    for small in probe_shapes(shape, _ROWS):
+        logits = torch.randn(*small, dtype=torch.float64, generator=generator) * scale + shift
         feeds = {piece.nodes[0]: logits}
         bias = None
         if piece.bias is not None:

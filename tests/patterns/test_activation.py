@@ -248,6 +248,16 @@ def quantised(x: Tensor) -> Tensor:
     return swiglu(x).to(torch.float8_e4m3fn).to(x.dtype)
 
 
+def rounded_to_integers(x: Tensor) -> Tensor:
+    y = swiglu(x)
+    return y + (y * 0).to(torch.int32)
+
+
+def infinities_removed(x: Tensor) -> Tensor:
+    y = reglu(x)
+    return torch.where(y.isinf(), 0.0, y)
+
+
 def bilinear(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return gate * up
@@ -264,7 +274,8 @@ def scaled(x: Tensor) -> Tensor:
      (output_clamped_far_out, "no step of swiglu"), (input_clamped_far_out, "no step of swiglu"),
      (small_results_dropped, "no step of swiglu"), (nan_removed, "no step of"),
      (interleaved_up_first, "interleaved, up first"), (softcapped, "none that is known"),
-     (rolled, "no step of an activation"), (normalised, "no step of an activation"), (quantised, "rounds to"),
+     (rolled, "no step of an activation"), (normalised, "no step of an activation"), (quantised, "makes torch.float8"),
+     (rounded_to_integers, "makes torch.int32"), (infinities_removed, "no step of relu"),
      (bilinear, "none that is known"), (scaled, "none that is known")],
     ids=name_of,
 )  # fmt: skip

@@ -13,8 +13,9 @@ from fp4_inductor.patterns.signature import Memo
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4_inductor.formats import MXFP4, NVFP4
+from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
 from fp4_inductor.matching import NoMatch
+from fp4_inductor.quant import dequantize
 
 E, N, K = 5, 48, 96
 LUT = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -277,6 +278,21 @@ def test_compiled_graphs(level: Level, fn: Callable[..., Tensor], fmt: Any, opti
     assert transposed  # bmm reads [E, K, N]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=str)
+@pytest.mark.parametrize("level", ["inner", "post_grad"])
+def test_the_package_recognises_its_own(fmt: BlockFormat, dtype: torch.dtype, level: Level) -> None:
+    def decode(codes: Tensor, scale: Tensor, gs: Tensor | None = None) -> Tensor:
+        return dequantize(codes, scale, gs, fmt, dtype).transpose(1, 2)
+
+    inputs = roots("nv", global_shape=(E, 1)) if fmt.has_global_scale else roots("mx")
+    graph = capture(Holder(decode, inputs), torch.randn(E, 3, K, dtype=dtype), level=level)
+    packed, transposed = pattern.identify(gemm_weight(graph))
+    assert (packed.format, packed.shape, transposed) == (fmt, (E, N, K), True)
+    shapes = {tuple(node.meta["val"].shape) for node in (packed.codes, packed.scale, packed.global_scale) if node}
+    assert shapes == {tuple(value.shape) for value in inputs}
+
+
 # --- twins that must be refused
 
 
@@ -340,6 +356,18 @@ def int4_codes(codes: Tensor, scale: Tensor) -> Tensor:
 def test_mxfp4_twins_are_refused(fn: Callable[..., Tensor], reason: str) -> None:
     with pytest.raises(NoMatch, match=reason):
         pattern.identify(traced(fn, roots("mx")))
+
+
+def table_by_expert(codes: Tensor, scale: Tensor) -> Tensor:
+    """Right for the first two experts, which is all that a small probe sees."""
+    table = torch.tensor([LUT, LUT, LUT[::-1], LUT[::-1], LUT[::-1]], dtype=torch.bfloat16)
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    return blockwise(table.gather(1, nibbles.long()).reshape(E, N, K), exp2_scale(scale).to(torch.bfloat16))
+
+
+def test_experts_that_differ_are_refused() -> None:
+    with pytest.raises(NoMatch, match="differs"):
+        pattern.identify(traced(table_by_expert, roots("mx")))
 
 
 def first_global_for_all(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
