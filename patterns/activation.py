@@ -48,8 +48,8 @@ CUTTING = {
 
 SELECTING = CUTTING | {
     "fmin", "fmax", "relu6", "threshold", "hardsigmoid", "hardswish", "leaky_relu", "eq", "ne", "isfinite", "isnan",
-    "isinf", "nan_to_num", "sign", "sgn", "signbit", "abs", "floor", "ceil", "round", "trunc", "fmod", "remainder", "copysign",
-    "heaviside", "elu", "celu", "selu", "softplus", "softshrink", "hardshrink",
+    "isinf", "nan_to_num", "sign", "sgn", "signbit", "abs", "floor", "ceil", "round", "trunc", "fmod", "remainder",
+    "copysign", "heaviside", "elu", "celu", "selu", "softplus", "softshrink", "hardshrink",
 }  # fmt: skip
 """Operations that treat some values unlike others, so that no finite number of probes speaks for all."""
 
