@@ -29,14 +29,14 @@ def load_example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_quickstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    load_example("quickstart", monkeypatch).main(["--layers", "1", "--tokens", "4", "--device", "cpu"])
+    load_example("quickstart", monkeypatch).main(["--layers", "1", "--tokens", "3", "--device", "cpu"])
     out = capsys.readouterr().out
     assert "1 of 1 MoE blocks lowered" in out
     assert re.search(r"largest logit difference to eager +\d+\.\d\d%", out)
 
 
 def test_load_gpt_oss(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    load_example("load_gpt_oss", monkeypatch).main(["--layers", "1", "--tokens", "4", "--device", "cpu"])
+    load_example("load_gpt_oss", monkeypatch).main(["--layers", "1", "--tokens", "1", "--device", "cpu"])
     out = capsys.readouterr().out
     assert "1 of 1 MoE blocks lowered" in out
     assert "tokens/s, compiled" in out
