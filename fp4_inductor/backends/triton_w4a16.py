@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..device import DeviceInfo
-from ..formats import FORMATS, BlockFormat
+from ..formats import FORMATS, MXFP4, NVFP4, BlockFormat
 from ..kernels.w4a16_config import FAMILIES
 from ..layouts.gate_up import to_gate_up_halves
 from ..layouts.lane_scales import absorb_scale_signs, e4m3_bytes, e4m3_rows, e8m0_bytes, e8m0_rows, to_scale_words
@@ -154,7 +154,7 @@ def _e4m3_codes(rows: _Rows, codes: torch.Tensor, scale: torch.Tensor) -> torch.
 
 
 def _e4m3_scales(rows: _Rows, scale: torch.Tensor) -> torch.Tensor:
-    return to_scale_words(_pad_rows(rows, e4m3_bytes(scale)))
+    return to_scale_words(_pad_rows(rows, e4m3_bytes(scale)), NVFP4.block_size)
 
 
 def _e4m3_rows(rows: _Rows, scale: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def _e8m0_codes(rows: _Rows, codes: torch.Tensor) -> torch.Tensor:
 
 
 def _e8m0_scales(rows: _Rows, scale: torch.Tensor) -> torch.Tensor:
-    return to_scale_words(_pad_rows(rows, e8m0_bytes(scale)))
+    return to_scale_words(_pad_rows(rows, e8m0_bytes(scale)), MXFP4.block_size)
 
 
 def _e8m0_rows(rows: _Rows, scale: torch.Tensor) -> torch.Tensor:

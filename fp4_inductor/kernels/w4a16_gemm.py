@@ -90,12 +90,13 @@ def _scale_lanes(byte, E4M3: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _weights(words, scales, E4M3: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """A weight tile [n, K] in ``DTYPE`` from words int16 [n, K/4] and scale words int32 [n, K/64 or K/128]."""
+    """A weight tile [n, K] in ``DTYPE`` from words int16 [n, K/4] and scale words int32 [n or n/2, K/64]."""
     ROWS: tl.constexpr = words.shape[0]
     GROUPS: tl.constexpr = words.shape[1] // _PLANE
     words = words.reshape(ROWS, GROUPS, _PLANE)
-    if not E4M3 and GROUPS > 1:  # each word is two bytes of one group, two of the next
-        scales = tl.join(scales, scales >> 16).reshape(ROWS, GROUPS)
+    if not E4M3:  # a word is two bytes of a row, then two of the row eight below
+        pairs = tl.join(scales, scales >> 16).reshape(ROWS // 16, 8, GROUPS, 2)
+        scales = pairs.permute(0, 3, 1, 2).reshape(ROWS, GROUPS)
     shape: tl.constexpr = [ROWS, GROUPS, _PLANE]
     b0 = _scale_lanes(scales & 0xFF, E4M3, DTYPE)
     b1 = _scale_lanes((scales >> 8) & 0xFF, E4M3, DTYPE)
@@ -126,39 +127,40 @@ def _weights(words, scales, E4M3: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED
 def _load_weights(
     words,
     scales,
-    tile_rows,
+    row,
+    end_row,
     group,
     num_groups,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
     E4M3: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A weight tile [n, BLOCK_K] of one expert, columns from ``64 * group``.
+    """A weight tile [BLOCK_N, BLOCK_K] of one expert, from row ``row`` and column ``64 * group``.
 
-    ``tile_rows`` int32 [n] are rows of the padded weight. Groups past the last are zero unless WHOLE.
+    ``row`` and ``end_row`` are multiples of 64; past ``end_row`` the last 64 rows repeat. Groups past the last
+    are zero unless WHOLE.
     """
+    SCALE_ROWS: tl.constexpr = _ROWS if E4M3 else _ROWS // 2
+    last_tile = end_row // _ROWS - 1
+    n = tl.arange(0, BLOCK_N)
+    tile = tl.minimum(row // _ROWS + n // _ROWS, last_tile) * num_groups
     word = tl.arange(0, BLOCK_K // 4)
     word_group = group + word // _PLANE
-    block = (tile_rows // _ROWS) * num_groups
-    offset = (block * (_ROWS * _PLANE) + (tile_rows % _ROWS) * _PLANE)[:, None]
+    offset = (tile * (_ROWS * _PLANE) + (n % _ROWS) * _PLANE)[:, None]
     offset = offset + (word_group * (_ROWS * _PLANE) + word % _PLANE)[None, :]
-    # Scales: a word a group (e4m3), or a word for two groups (e8m0).
-    PER_WORD: tl.constexpr = 1 if E4M3 else 2
-    SCALE_WORDS: tl.constexpr = BLOCK_K // _GROUP // PER_WORD
-    scale_word = group // PER_WORD + tl.arange(0, SCALE_WORDS if SCALE_WORDS > 0 else 1)
-    num_scale_words = tl.cdiv(num_groups, PER_WORD)
-    scale_offset = ((tile_rows // _ROWS) * num_scale_words * _ROWS + tile_rows % _ROWS)[:, None]
-    scale_offset = scale_offset + (scale_word * _ROWS)[None, :]
+    n = tl.arange(0, BLOCK_N // (_ROWS // SCALE_ROWS))
+    tile = tl.minimum(row // _ROWS + n // SCALE_ROWS, last_tile) * num_groups
+    scale_group = group + tl.arange(0, BLOCK_K // _GROUP)
+    scale_offset = (tile * SCALE_ROWS + n % SCALE_ROWS)[:, None] + (scale_group * SCALE_ROWS)[None, :]
     if WHOLE:
         w = tl.load(words + offset)
         s = tl.load(scales + scale_offset)
     else:
         w = tl.load(words + offset, mask=(word_group < num_groups)[None, :], other=0)
-        s = tl.load(scales + scale_offset, mask=(scale_word < num_scale_words)[None, :], other=0)
-    if SCALE_WORDS == 0:
-        s = s >> (group % 2) * 16
+        s = tl.load(scales + scale_offset, mask=(scale_group < num_groups)[None, :], other=0)
     return _weights(w, s, E4M3, DTYPE, INTERPRETED)
 
 
@@ -254,7 +256,7 @@ def _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M: tl.co
 def gate_up_kernel(
     hidden,  # [T, H]
     words,  # int16 [E, R, G, 64, 16]; gated: gate tiles and up tiles are the halves of R
-    scales,  # int32 [E, R, G or G/2, 64]
+    scales,  # int32 [E, R, G, 64 or 32]
     row_scale,  # float32 [E, N]
     bias,  # [E, N], N padded as the words
     order,  # int32 [P] pair of a sorted row
@@ -293,18 +295,14 @@ def gate_up_kernel(
         return
     DTYPE: tl.constexpr = hidden.dtype.element_ty
     expert, row, valid, pair = _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M)
-    n = (block % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_read = tl.minimum(n, I - 1)
-    gate_rows, up_rows = n_read, n_read
-    if GATED:
-        if UP_FIRST:
-            gate_rows = n_read + I
-        else:
-            up_rows = n_read + I
+    first_row = (block % blocks) * BLOCK_N
+    n = first_row + tl.arange(0, BLOCK_N)
+    gate_row = I if GATED and UP_FIRST else 0
+    up_row = I - gate_row
     N = I * 2 if GATED else I
     groups = tl.cdiv(H, _GROUP)
     words += expert * (N * groups * _PLANE)
-    scales += expert * (N * tl.cdiv(groups, 1 if E4M3 else 2))
+    scales += expert * (N * groups // (1 if E4M3 else 2))
     tokens = hidden + (pair // top_k).to(tl.int64) * H
 
     gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -312,10 +310,36 @@ def gate_up_kernel(
     first, end = _split_range(H, split, BLOCK_K, SPLIT_K)
     for k in range(first, end, BLOCK_K):
         x = _load_tokens(tokens, k, H, BLOCK_K, WHOLE)
-        w = _load_weights(words, scales, gate_rows, k // _GROUP, groups, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED)
+        w = _load_weights(
+            words,
+            scales,
+            gate_row + first_row,
+            gate_row + I,
+            k // _GROUP,
+            groups,
+            BLOCK_N,
+            BLOCK_K,
+            WHOLE,
+            E4M3,
+            DTYPE,
+            INTERPRETED,
+        )
         gate = _dot(w, x, gate, INTERPRETED)
         if GATED:
-            w = _load_weights(words, scales, up_rows, k // _GROUP, groups, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED)
+            w = _load_weights(
+                words,
+                scales,
+                up_row + first_row,
+                up_row + I,
+                k // _GROUP,
+                groups,
+                BLOCK_N,
+                BLOCK_K,
+                WHOLE,
+                E4M3,
+                DTYPE,
+                INTERPRETED,
+            )
             up = _dot(w, x, up, INTERPRETED)
     if SPLIT_K > 1:
         tl.store(_part(parts, block * 2, split, BLOCK_N, BLOCK_M, SPLIT_K), gate)
@@ -329,6 +353,8 @@ def gate_up_kernel(
 
     row_scale += expert * N
     bias += expert * N
+    gate_rows = gate_row + tl.minimum(n, I - 1)
+    up_rows = up_row + tl.minimum(n, I - 1)
     gate *= tl.load(row_scale + gate_rows)[:, None]
     if HAS_BIAS:
         gate += tl.load(bias + gate_rows).to(tl.float32)[:, None]
@@ -350,7 +376,7 @@ def gate_up_kernel(
 def down_kernel(
     h,  # [P, I] sorted rows
     words,  # int16 [E, R, G, 64, 16]
-    scales,  # int32 [E, R, G or G/2, 64]
+    scales,  # int32 [E, R, G, 64 or 32]
     row_scale,  # float32 [E, N], N = H padded to 64
     bias,  # [E, H]
     topk_weights,  # [P]
@@ -382,19 +408,21 @@ def down_kernel(
         return
     DTYPE: tl.constexpr = h.dtype.element_ty
     expert, row, valid, pair = _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M)
-    n = (block % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_read = tl.minimum(n, H - 1)
+    first_row = (block % blocks) * BLOCK_N
+    n = first_row + tl.arange(0, BLOCK_N)
     N = tl.cdiv(H, _ROWS) * _ROWS
     groups = I // _GROUP
     words += expert * (N * groups * _PLANE)
-    scales += expert * (N * tl.cdiv(groups, 1 if E4M3 else 2))
+    scales += expert * (N * groups // (1 if E4M3 else 2))
     rows = h + tl.where(valid, row, row - tl.arange(0, BLOCK_M)).to(tl.int64) * I
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     first, end = _split_range(I, split, BLOCK_K, SPLIT_K)
     for k in range(first, end, BLOCK_K):
         x = _load_tokens(rows, k, I, BLOCK_K, WHOLE)
-        w = _load_weights(words, scales, n_read, k // _GROUP, groups, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED)
+        w = _load_weights(
+            words, scales, first_row, N, k // _GROUP, groups, BLOCK_N, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED
+        )
         acc = _dot(w, x, acc, INTERPRETED)
     if SPLIT_K > 1:
         tl.store(_part(parts, block, split, BLOCK_N, BLOCK_M, SPLIT_K), acc)
@@ -402,6 +430,7 @@ def down_kernel(
             return
         acc = _sum_parts(parts, block, BLOCK_N, BLOCK_M, SPLIT_K)
 
+    n_read = tl.minimum(n, H - 1)
     acc *= tl.load(row_scale + expert * N + n_read)[:, None]
     if HAS_BIAS:
         acc += tl.load(bias + expert * H + n_read).to(tl.float32)[:, None]

@@ -109,13 +109,15 @@ def place_kernel(
     STEP: tl.constexpr = 32
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    total = tl.zeros((BINS,), dtype=tl.int32)
-    earlier = tl.zeros((BINS,), dtype=tl.int32)
+    all_sums = tl.zeros((STEP, BINS), dtype=tl.int32)
+    earlier_sums = tl.zeros((STEP, BINS), dtype=tl.int32)
     for start in range(0, num_chunks, STEP):
         row = (start + tl.arange(0, STEP))[:, None]
         found = tl.load(counts + row * BINS + bins[None, :], mask=row < num_chunks, other=0)
-        total += tl.sum(found, axis=0)
-        earlier += tl.sum(tl.where(row < chunk, found, 0), axis=0)
+        all_sums += found
+        earlier_sums += tl.where(row < chunk, found, 0)
+    total = tl.sum(all_sums, axis=0)
+    earlier = tl.sum(earlier_sums, axis=0)
     if chunk == 0:
         _write_tiles(total, num_experts, num_tiles, tile_expert, tile_row, expert_end, BLOCK_M)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)

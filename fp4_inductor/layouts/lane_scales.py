@@ -7,8 +7,8 @@ a float32 factor a row takes the rest, so that lanes never leave the range of th
     e4m3  byte = (exponent + 10) << 3 | mantissa, subnormals normalised     factor = global scale * 2**8
 
 No e4m3 byte means zero or a negative scale: ``absorb_scale_signs`` moves both into the codes. Bytes are stored
-as int32 words of four, in tiles of 64 rows by one word: a word covers one 64-column group of e4m3 scales, or
-two groups of e8m0 scales.
+as int32 words of four, in tiles of 64 rows by one 64-column group. A row has four e4m3 bytes there, one word.
+It has two e8m0 bytes, so row r shares a word with row r + 8: one thread reads both in a matrix instruction.
 """
 
 from __future__ import annotations
@@ -76,27 +76,29 @@ def absorb_scale_signs(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor
     return ((blocks ^ flip.unsqueeze(-1)) & keep.unsqueeze(-1)).flatten(-2)
 
 
-def to_scale_words(relative: torch.Tensor) -> torch.Tensor:
+def to_scale_words(relative: torch.Tensor, block_size: int) -> torch.Tensor:
     """Tiles of scale words.
 
     Args:
-        relative: uint8 [E, N, S] bytes, S scales of a row.
+        relative: uint8 [E, N, K/block_size] bytes; block_size 16 or 32.
 
     Returns:
-        int32 [E, ceil(N/64), ceil(S/4), 64], contiguous; the lowest byte is the first scale.
+        int32 [E, ceil(N/64), ceil(K/64), 16 * bytes a group], contiguous; the lowest byte is the first scale.
     """
-    relative = F.pad(relative, (0, -relative.shape[2] % 4, 0, -relative.shape[1] % ROWS))
-    words = relative.contiguous().view(torch.int32)
-    num_experts, rows, columns = words.shape
-    return words.reshape(num_experts, rows // ROWS, ROWS, columns).transpose(2, 3).contiguous()
+    group = GROUP // block_size
+    relative = F.pad(relative, (0, -relative.shape[2] % group, 0, -relative.shape[1] % ROWS))
+    num_experts, rows, columns = relative.shape
+    rows_of_word = 4 // group
+    shape = (num_experts, rows // ROWS, ROWS // 8 // rows_of_word, rows_of_word, 8, columns // group, group)
+    tiles = relative.reshape(shape).permute(0, 1, 5, 2, 4, 3, 6)
+    return tiles.flatten(3).contiguous().view(torch.int32)
 
 
 def from_scale_words(words: torch.Tensor, rows: int, scales: int) -> torch.Tensor:
     """uint8 [E, rows, scales] bytes from tiles; the inverse of ``to_scale_words``."""
-    relative = words.transpose(2, 3).flatten(1, 2).contiguous().view(torch.uint8)
-    return relative[:, :rows, :scales].contiguous()
-
-
-def scales_per_group(block_size: int) -> int:
-    """Scale bytes of a row in one 64-column group."""
-    return GROUP // block_size
+    num_experts, row_tiles, groups, size = words.shape
+    group = size * 4 // ROWS
+    rows_of_word = 4 // group
+    shape = (num_experts, row_tiles, groups, ROWS // 8 // rows_of_word, 8, rows_of_word, group)
+    relative = words.view(torch.uint8).reshape(shape).permute(0, 1, 3, 5, 4, 2, 6)
+    return relative.reshape(num_experts, row_tiles * ROWS, groups * group)[:, :rows, :scales].contiguous()
