@@ -24,8 +24,11 @@ _SIZE_ARGUMENTS = frozenset(
 )
 """Arguments that are sizes. What else is a number in a graph keeps its value."""
 
-_TOKENS, _WIDTHS = (5, 6, 7, 9, 11), (32, 48, 64, 80, 112)
-"""Widths are multiples of 16, which grouped GEMMs ask for."""
+_WIDTHS = tuple(range(32, 256, 16))
+"""Multiples of 16, which grouped GEMMs ask for."""
+_TOKENS = (*range(5, 32), *_WIDTHS)
+_MAX_PRODUCTS = 1 << 27
+"""Multiplications of a GEMM; a probe beyond that would stall a compilation."""
 
 _EXECUTION_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 
@@ -85,7 +88,11 @@ def small_symbols(feeds: Iterable[fx.Node]) -> dict[Any, int]:
 
 
 def _rename(old: Sizes, *, shrink_tokens: bool) -> tuple[Sizes, dict[int, int]]:
-    """Small sizes, and the one-to-one map of numbers that leads to them."""
+    """The smallest sizes to which a one-to-one map of numbers leads, and the map.
+
+    Raises:
+        NoMatch: they are not small.
+    """
     fixed = {0, 1, old.top_k, old.experts, old.experts - 1}
 
     def choices(size: int, smaller: tuple[int, ...]) -> list[int]:
@@ -96,8 +103,10 @@ def _rename(old: Sizes, *, shrink_tokens: bool) -> tuple[Sizes, dict[int, int]]:
         new = Sizes(t, old.top_k, old.experts, h, i)
         pairs = {*((n, n) for n in fixed), *zip(_numbers(old), _numbers(new), strict=True)}
         if len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs):
+            if t * new.top_k * h * i > _MAX_PRODUCTS:
+                break
             return new, dict(pairs)
-    return old, {}
+    raise NoMatch("its sizes {} cannot be told apart at a scale that can be probed", old)
 
 
 def _numbers(sizes: Sizes) -> tuple[int, ...]:
