@@ -23,6 +23,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _LATENT_ATTENTION: dict[str, Any] = {
+    "head_dim": 16,
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
     "qk_rope_head_dim": 16,

@@ -1,0 +1,283 @@
+"""``torch.compile(..., backend="fp4moe")`` on whole models."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import MoEStack, hidden_states, pack_experts, tiny_model, token_ids
+
+import fp4_inductor
+from fp4_inductor import InvalidOptionError, UnknownNameError
+from fp4_inductor.errors import VerificationError
+from fp4_inductor.fold import PREPARED_WEIGHTS
+
+WHOLE = {"fp4moe.strict": True, "fp4moe.on_unsupported": "error"}
+
+
+def packed(family: str = "qwen3_moe", fmt: str = "mxfp4", layers: int = 1, **kwargs: Any) -> torch.nn.Module:
+    return pack_experts(tiny_model(family, layers=layers, **kwargs), fmt)
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = model(ids).logits
+    return out.double()
+
+
+def assert_same_logits(got: torch.Tensor, want: torch.Tensor, tolerance: float = 0.1) -> None:
+    """Models in bfloat16 amplify rounding, so blocks are held to float64 elsewhere; this catches wrong wiring."""
+    error = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(error.median()) < tolerance
+
+
+def count_lowered(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("→ cpu" in message for message in caplog.messages)
+
+
+# Every family, form and format is held to float64 in test_lowering_pass; compiling them all takes minutes.
+@pytest.mark.parametrize(
+    ("family", "form", "fmt"),
+    [
+        ("mixtral", "grouped_mm", "nvfp4"),
+        ("qwen3_moe", "batched_mm", "mxfp4"),
+        ("gpt_oss", "grouped_mm", "mxfp4"),
+        ("deepseek_v3", "batched_mm", "nvfp4"),
+        ("olmoe", "grouped_mm", "mxfp4"),
+        ("glm4_moe", "batched_mm", "nvfp4"),
+    ],
+)
+def test_models_compile_whole_and_agree(family: str, form: str, fmt: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="fp4_inductor")
+    model = packed(family, fmt, experts_implementation=form)
+    options = {**WHOLE, "fp4moe.verify": "first_call", "fp4moe.expect_matches": 1}
+    compiled = torch.compile(model, backend="fp4moe", fullgraph=True, options=options)
+    ids = token_ids()
+    assert_same_logits(logits(compiled, ids), logits(model, ids))
+    assert count_lowered(caplog) == 1
+
+
+def test_growing_batches_recompile_once_and_prepare_once() -> None:
+    before = len(PREPARED_WEIGHTS)
+    model = packed("gpt_oss")  # interleaved gate/up rows: the CPU backend re-lays them
+    compiled = torch.compile(model, backend="fp4moe", options=WHOLE)
+    sizes = []
+    for tokens in (16, 24, 40, 7):
+        ids = token_ids(tokens)
+        assert_same_logits(logits(compiled, ids), logits(model, ids))
+        sizes.append(len(PREPARED_WEIGHTS) - before)
+    assert sizes[0] > 0
+    assert sizes == sizes[:1] * 4
+
+
+def test_second_model_of_the_same_shape_has_its_own_weights() -> None:
+    first, second = packed("gpt_oss", seed=1), packed("gpt_oss", seed=2)
+    ids = token_ids()
+    for model in (first, second, first):
+        compiled = torch.compile(model, backend="fp4moe", options=WHOLE)
+        assert_same_logits(logits(compiled, ids), logits(model, ids))
+
+
+def test_updated_weights_are_seen() -> None:
+    model, other = packed("gpt_oss", seed=1), packed("gpt_oss", seed=2)
+    compiled = torch.compile(model, backend="fp4moe", options=WHOLE)
+    ids = token_ids()
+    logits(compiled, ids)
+    experts = model.model.layers[0].mlp.experts
+    experts.gate_up_proj_packed.bitwise_xor_(0x88)  # every sign, in place
+    assert_same_logits(logits(compiled, ids), logits(model, ids))
+    model.load_state_dict(other.state_dict(), assign=True)
+    assert_same_logits(logits(compiled, ids), logits(other, ids))
+    replacement = packed("gpt_oss", seed=3).model.layers[0].mlp.experts
+    experts = model.model.layers[0].mlp.experts
+    experts.gate_up_proj_packed.data = replacement.gate_up_proj_packed.data
+    assert_same_logits(logits(compiled, ids), logits(model, ids))
+
+
+def test_deleting_the_model_frees_its_prepared_weights() -> None:
+    gc.collect()
+    before = len(PREPARED_WEIGHTS)
+    model = packed("gpt_oss")
+    compiled = torch.compile(model, backend="fp4moe", options=WHOLE)
+    logits(compiled, token_ids())
+    assert len(PREPARED_WEIGHTS) > before
+    del model, compiled
+    gc.collect()
+    assert len(PREPARED_WEIGHTS) == before
+
+
+def test_a_deep_copy_is_another_model() -> None:
+    model = packed("gpt_oss")
+    compiled = torch.compile(model, backend="fp4moe", options=WHOLE)
+    ids = token_ids()
+    logits(compiled, ids)
+    other = copy.deepcopy(model)
+    other.model.layers[0].mlp.experts.gate_up_proj_packed.bitwise_xor_(0x88)
+    assert_same_logits(logits(torch.compile(other, backend="fp4moe", options=WHOLE), ids), logits(other, ids))
+    assert_same_logits(logits(compiled, ids), logits(model, ids))
+
+
+def test_training_graphs_are_left_alone_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = packed()
+    model.lm_head.weight.requires_grad_(True)
+    compiled = torch.compile(model, backend="fp4moe")
+    for tokens in (16, 16, 24):
+        out = compiled(token_ids(tokens)).logits
+        out.float().square().mean().backward()
+    assert model.lm_head.weight.grad is not None
+    said = [message for message in caplog.messages if "torch.no_grad()" in message]
+    assert len(said) == 1
+    assert count_lowered(caplog) == 0
+
+
+def test_option_errors_reach_the_user() -> None:
+    model = MoEStack(packed())
+    with torch.no_grad():
+        for options, error in (
+            ({"fp4moe.backnd": "cpu"}, UnknownNameError),
+            ({"fp4moe.backend": "cpuu"}, UnknownNameError),
+            ({"fp4moe.max_sites": -1}, InvalidOptionError),
+        ):
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match=r"fp4moe\.") as caught:
+                torch.compile(model, backend="fp4moe", options=options)(hidden_states())
+            assert f"{error.__name__}: " in str(caught.value)
+    with pytest.raises(Exception, match="epilogue_fusionn"), torch.no_grad():
+        torch.compile(model, backend="fp4moe", options={"epilogue_fusionn": True})(hidden_states())
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"])
+def test_modes(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="fp4_inductor")
+    model = packed(experts_implementation="batched_mm")
+    ids = token_ids()
+    assert_same_logits(logits(torch.compile(model, backend="fp4moe", mode=mode), ids), logits(model, ids))
+    assert count_lowered(caplog) == 1
+
+
+def test_freezing_does_not_hide_the_weights(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="fp4_inductor")
+    model, ids = packed(), token_ids()
+    with torch._inductor.config.patch(freezing=True):
+        compiled = torch.compile(model, backend="fp4moe", options=WHOLE)
+        assert_same_logits(logits(compiled, ids), logits(model, ids))
+    assert count_lowered(caplog) == 1
+
+
+def test_verification_names_the_faulty_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4_inductor.backends import cpu
+
+    true_route = cpu._routes
+
+    def misroute(ids: torch.Tensor, num_experts: int) -> Any:
+        return true_route((ids + 1) % num_experts, num_experts)
+
+    monkeypatch.setattr(cpu, "_routes", misroute)
+    compiled = torch.compile(packed(), backend="fp4moe", options={"fp4moe.verify": "first_call"})
+    with pytest.raises(VerificationError) as error:
+        logits(compiled, token_ids())
+    assert "model.layers.0.mlp" in str(error.value)
+    assert "which went to experts [" in str(error.value)
+
+
+def test_unquantised_models_are_inductors() -> None:
+    model, ids = tiny_model("qwen3_moe"), token_ids()
+    assert_same_logits(logits(torch.compile(model, backend="fp4moe"), ids), logits(model, ids))
+
+
+def test_generation_uses_the_compiled_forward(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="fp4_inductor")
+    model = packed("qwen3_moe", use_cache=True)
+    ids = token_ids(8)
+    settings: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    with torch.no_grad():
+        want = model.generate(ids, **settings)
+        model.compile(backend="fp4moe", options=WHOLE)
+        got = model.generate(ids, **settings)
+    assert count_lowered(caplog) >= 2  # prefill and decode
+    assert_same_logits(got.logits[0].double(), want.logits[0].double())
+
+
+def test_decode_in_gathered_form_after_grouped_prefill(caplog: pytest.LogCaptureFixture) -> None:
+    """What ``generate`` does off the CPU: the experts implementation is switched between the two."""
+    caplog.set_level(logging.INFO, logger="fp4_inductor")
+    model = packed("gpt_oss", use_cache=True)
+    eager = copy.deepcopy(model)
+    model.compile(backend="fp4moe", options=WHOLE)
+    outputs = []
+    for m in (model, eager):
+        with torch.no_grad():
+            m.set_experts_implementation("grouped_mm")
+            prefill = m(token_ids(8, batch=8))
+            m.set_experts_implementation("batched_mm")
+            decode = m(token_ids(1, batch=8, seed=1), past_key_values=prefill.past_key_values)
+        outputs.append((prefill.logits.double(), decode.logits.double()))
+    for got, want in zip(*outputs, strict=True):
+        assert_same_logits(got, want)
+    patterns = [
+        pattern for message in caplog.messages for pattern in ("grouped_mm", "batched_mm") if pattern in message
+    ]
+    assert patterns == ["grouped_mm", "batched_mm"]
+
+
+def test_warm_cache_serves_another_process_with_other_weights(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import sys, logging, torch
+        sys.path.insert(0, sys.argv[1])
+        import test_dynamo_backend as t
+        model = t.packed("gpt_oss", seed=int(sys.argv[2]))
+        compiled = torch.compile(model, backend="fp4moe", options=t.WHOLE)
+        ids = t.token_ids()
+        t.assert_same_logits(t.logits(compiled, ids), t.logits(model, ids))
+        from torch._dynamo.utils import counters
+        from fp4_inductor.fold import PREPARED_WEIGHTS
+        print("hits", counters["inductor"]["fxgraph_cache_hit"], "prepared", len(PREPARED_WEIGHTS) > 0)
+    """)
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", script, str(Path(__file__).parent), seed],
+            env=env,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == ["hits", "0", "prepared", "True"]
+    assert outputs[1] == ["hits", "1", "prepared", "True"]
+
+
+def test_the_post_grad_pass_gives_the_same_numbers() -> None:
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    model, ids = packed("gpt_oss"), token_ids()
+    fused = logits(torch.compile(model, backend="fp4moe"), ids)
+    torch._dynamo.reset()
+    graph_pass = fp4_inductor.Fp4MoEPass()
+    assert isinstance(graph_pass, CustomGraphPass)
+    with config.patch(post_grad_custom_pre_pass=graph_pass):
+        compiled = torch.compile(model, backend="inductor")
+        assert torch.equal(logits(compiled, ids), fused)
+
+
+def test_pass_uuid_tells_options_apart() -> None:
+    import pickle
+
+    from fp4_inductor import Fp4MoEPass, Options
+
+    default, same, other = Fp4MoEPass().uuid(), Fp4MoEPass(Options()).uuid(), Fp4MoEPass(Options(max_sites=1)).uuid()
+    assert default == same
+    assert default != other
+    assert pickle.loads(pickle.dumps(default)) == default

@@ -1,0 +1,78 @@
+"""``explain``: what was found where, what runs it, why not the others; here and for other devices."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from models import pack_experts, tiny_model, token_ids
+
+from fp4_inductor import UnknownNameError, explain
+
+
+def test_on_this_machine() -> None:
+    model = pack_experts(tiny_model("mixtral"), "mxfp4")
+    report = explain(model, token_ids())
+    text = str(report)
+    assert "fp4moe on cpu: 2 of 2 MoE blocks lowered, 0 FP4 weights left behind, 1 graph" in text
+    assert "transformers" in text  # the user's file: the model's own code
+    assert "runs on  cpu (fp4_inductor::moe_cpu" in text
+    data = json.loads(json.dumps(report.to_json()))
+    assert [site["backend"] for site in data["sites"]] == ["cpu", "cpu"]
+    assert data["sites"][0]["where"]["line"] > 0
+    assert "layers.0" in data["sites"][0]["where"]["module"]
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_90", "sm_100"])
+def test_for_a_device_that_is_not_here(device: str) -> None:
+    model = pack_experts(tiny_model("gpt_oss"), "mxfp4")
+    report = explain(model, token_ids(), device=device)
+    assert [site.selection.chosen for site in report.sites] == ["triton_w4a16"] * 2
+    assert f"({device})" in str(report)
+    assert "cpu: CAPABILITY: needs a CPU" in str(report)
+
+
+def test_leaves_the_model_and_its_numbers_alone() -> None:
+    model, ids = pack_experts(tiny_model("mixtral"), "nvfp4"), token_ids()
+    with torch.no_grad():
+        before = model(ids).logits
+        explain(model, ids)
+        assert torch.equal(model(ids).logits, before)
+
+
+def test_a_model_without_fp4_says_so() -> None:
+    report = explain(tiny_model("mixtral"), token_ids())
+    assert not report.sites
+    assert "no FP4 weights reached a graph" in str(report)
+
+
+def test_a_near_miss_names_the_reason_and_the_line() -> None:
+    class Strange(torch.nn.Module):
+        """Weights, then a norm of each expert's output: nothing the fused op computes."""
+
+        def __init__(self, experts: torch.nn.Module) -> None:
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            w13 = self.experts.gate_up_proj[ids]
+            w2 = self.experts.down_proj[ids]
+            gate, up = torch.einsum("th,tkih->tki", hidden, w13).chunk(2, dim=-1)
+            y = torch.einsum("tki,tkhi->tkh", torch.tanh(gate) * up.cos(), w2)
+            return torch.nn.functional.layer_norm(y, y.shape[-1:]).sum(1)
+
+    experts = pack_experts(tiny_model("mixtral"), "mxfp4").model.layers[0].mlp.experts
+    hidden, ids = torch.randn(4, 128).bfloat16(), torch.randint(0, 8, (4, 2))
+    report = explain(Strange(experts), hidden, ids)
+    assert not report.sites
+    assert len(report.near_misses) == 2
+    text = str(report)
+    assert "2 FP4 weights left behind" in text
+    assert "test_explain.py" in text
+    assert all(miss.reason and miss.packed_bytes for miss in report.near_misses)
+
+
+def test_unknown_device_shows_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="sm_90"):
+        explain(tiny_model("mixtral"), token_ids(), device="sm_9")
