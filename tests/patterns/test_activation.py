@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -336,6 +337,22 @@ class Hf:
         experts = GptOssExperts.__new__(GptOssExperts)
         experts.__dict__.update(alpha=1.702, limit=7.0)
         return GptOssExperts._apply_gate(experts, x)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "spec"),
+    [("deepseek_v4", "DeepseekV4Experts", ActivationSpec("silu", limit=10.0)),
+     ("glm5_next", "Glm5NextTextExperts", ActivationSpec("silu", limit=10.0)),
+     ("hy_v4", "HYV4Experts", ActivationSpec("silu", limit=10.0)),
+     ("minimax_m3_vl", "MiniMaxM3VLExperts", ActivationSpec("silu", alpha=1.702, beta=1.0, limit=10.0))],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_limits_far_out_are_seen(family: str, name: str, spec: ActivationSpec) -> None:
+    """Probes that never reach 10 take these for a plain swiglu."""
+    path = f"transformers.models.{family}.modeling_{family}"
+    module = pytest.importorskip(path, reason=f"this transformers has no {family}")
+    this = SimpleNamespace(limit=10.0, swiglu_limit=10.0, swiglu_alpha=1.702, act_fn=F.silu)
+    assert found(lambda x: getattr(module, name)._apply_gate(this, x)) == (spec, GATE_UP)
 
 
 def between_gemms(graph: fx.GraphModule) -> tuple[fx.Node, fx.Node]:

@@ -269,6 +269,9 @@ HF: dict[str, tuple[str, dict[str, Any], RouterSpec]] = {
     "axk2": ("AXK2TopkRouter", {"n_routed_experts": E, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
                                 "routed_scaling_factor": 2.5},
              RouterSpec(SIGMOID, num_groups=4, topk_groups=2, group_fill=0.0, **BIASED)),
+    "deepseek_v4": ("DeepseekV4TopKRouter", {"n_routed_experts": E, "scoring_func": "sqrtsoftplus",
+                                             "routed_scaling_factor": 2.5},
+                    RouterSpec(Scoring.SQRT_SOFTPLUS, dtype=torch.bfloat16, **BIASED)),
 }  # fmt: skip
 
 
