@@ -15,8 +15,8 @@ from .w4a16_route import count_kernel, place_kernel, route_kernel
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run on the CPU in Triton's interpreter, which knows no inline assembly and no bfloat16 product."""
-_CHUNKS = {32: 4, 128: 4, 256: 8, 512: 16}
-"""Pairs that one program sorts, and its warps."""
+_CHUNKS = ((32, 32, 4), (128, 128, 4), (256, 256, 8), (16384, 128, 4), (None, 512, 16))
+"""Up to this many pairs, how many one program sorts, and its warps. Measured on an H200."""
 _INTERPRETED_ARCH = 80
 _INTERPRETED_SMS = 16
 _MAX_ARRIVALS = 512
@@ -108,7 +108,8 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routes:
     num_pairs = topk_ids.numel()
     bins = triton.next_power_of_2(num_experts + 2)
     max_tiles = min(num_pairs, num_pairs // block_m + num_experts)
-    num_chunks = triton.cdiv(num_pairs, max(_CHUNKS))
+    chunk, num_warps = next((chunk, warps) for limit, chunk, warps in _CHUNKS if limit is None or num_pairs <= limit)
+    num_chunks = triton.cdiv(num_pairs, chunk)
     num_arrivals = _MAX_ARRIVALS if num_chunks == 1 else 0
     sizes = [num_pairs, 1, max_tiles, max_tiles, bins, num_arrivals, bins * num_chunks]
     # Triton compiles anew for a pointer that is not aligned to 16 bytes.
@@ -116,8 +117,7 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routes:
     workspace = torch.empty(sum(sizes), dtype=torch.int32, device=topk_ids.device)
     *parts, counts = torch.split(workspace, sizes)
     routes = Routes(num_pairs, max_tiles, *parts)
-    chunk = next((size for size in _CHUNKS if num_pairs <= size), max(_CHUNKS))
-    shape = {"CHUNK": chunk, "BINS": bins, "num_warps": _CHUNKS[chunk]}
+    shape = {"CHUNK": chunk, "BINS": bins, "num_warps": num_warps}
     if num_chunks == 1:
         route_kernel[(1,)](
             topk_ids,
