@@ -29,7 +29,7 @@ def test_every_kernel_backend_is_documented() -> None:
     assert first_column("Kernel backends") == set(list_backends())
 
 
-@pytest.mark.parametrize("code", CODE)
+@pytest.mark.parametrize("code", CODE, ids=[f"block{index}" for index in range(len(CODE))])
 def test_code_parses_and_uses_public_names(code: str) -> None:
     import fp4_inductor
 
