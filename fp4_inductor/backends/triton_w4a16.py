@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ..device import DeviceInfo
 from ..formats import FORMATS, MXFP4, NVFP4, BlockFormat
-from ..kernels.w4a16_config import FAMILIES
+from ..kernels.w4a16_config import FAMILIES, configs, shared_memory
 from ..layouts.gate_up import to_gate_up_halves
 from ..layouts.lane_scales import absorb_scale_signs, e4m3_bytes, e4m3_rows, e8m0_bytes, e8m0_rows, to_scale_words
 from ..layouts.lane_words import ROWS, to_lane_words
@@ -70,9 +70,12 @@ class TritonW4A16Backend:
 
 def _device_reasons(device: DeviceInfo) -> list[Reason]:
     reasons = []
-    if device.arch not in FAMILIES:
+    if device.arch is None or device.arch not in FAMILIES:
         known = ", ".join(f"sm_{arch}" for arch in FAMILIES)
         reasons.append(Reason(ReasonCode.CAPABILITY, f"one of {known}", str(device)))
+    elif device.shared_memory < (need := max(shared_memory(config) for config in configs(device.arch))):
+        got = f"{device.shared_memory} bytes"
+        reasons.append(Reason(ReasonCode.CAPABILITY, f"{need} bytes of shared memory a block", got))
     if device.library("triton") is None:
         reasons.append(Reason(ReasonCode.LIBRARY, "triton", "none installed", "pip install triton"))
     return reasons

@@ -29,8 +29,12 @@ def codes(spec: MoESpec, device: DeviceInfo = H200) -> set[ReasonCode]:
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_takes_every_listed_family(arch: int) -> None:
-    device = dataclasses.replace(H200, capability=(arch // 10, arch % 10))
-    assert BACKEND.check(SPEC, device).ok
+    device = DeviceInfo.parse(f"sm_{arch}")
+    assert BACKEND.check(SPEC, dataclasses.replace(device, libraries=H200.libraries)).ok
+
+
+def test_refuses_a_device_with_too_little_shared_memory() -> None:
+    assert codes(SPEC, dataclasses.replace(H200, shared_memory=48 * 1024)) == {ReasonCode.CAPABILITY}
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 7), (11, 0), (13, 0)])

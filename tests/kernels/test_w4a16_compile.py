@@ -1,0 +1,115 @@
+"""The Triton kernels of ``triton_w4a16`` compile for every device family without a device, and fit it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp4_inductor.device import DeviceInfo
+from fp4_inductor.kernels.w4a16_config import FAMILIES, W4A16Config, configs, shared_memory
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
+
+from fp4_inductor.kernels import w4a16_gemm, w4a16_route  # noqa: E402
+
+POINTERS = {"words": "i16", "row_scale": "fp32", "bias": "fp32", "topk_weights": "fp32", "topk_ids": "i64"}
+ACTIVATIONS = ("hidden", "h", "y", "out")
+SCALARS = {"alpha": "fp32", "beta": "fp32", "limit": "fp32"}
+INTEGERS = ("top_k", "H", "I", "num_experts", "num_pairs", "num_chunks")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def compile_for(arch: int, kernel: Any, constants: dict[str, object], dtype: str, **options: int) -> CompiledKernel:
+    """The kernel as a launch with 16-byte aligned pointers and sizes would compile it."""
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in SCALARS:
+            signature[name] = SCALARS[name]
+        else:
+            pointer = "*" + (dtype if name in ACTIVATIONS else POINTERS.get(name, "i32"))
+            signature[name] = "i32" if name in INTEGERS else pointer
+            if name in ("H", "I") or name not in INTEGERS:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    if "parts" in signature:
+        signature["parts"] = "*fp32"
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", arch, 32), options)
+
+
+def gemm(arch: int, kernel: Any, config: W4A16Config, *, e4m3: bool, dtype: str = "bf16", split: int = 1) -> None:
+    cut = config.gate_up if kernel is w4a16_gemm.gate_up_kernel else config.down
+    constants: dict[str, object] = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": cut.block_n,
+        "BLOCK_K": cut.block_k,
+        "SPLIT_K": split,
+        "WHOLE": False,
+        "E4M3": e4m3,
+        "HAS_BIAS": True,
+        "INTERPRETED": False,
+    }
+    if kernel is w4a16_gemm.gate_up_kernel:
+        constants |= {"GATED": True, "UP_FIRST": False, "HAS_LIMIT": True, "KIND": "silu"}
+    built = compile_for(arch, kernel, constants, dtype, num_warps=cut.num_warps, num_stages=cut.num_stages)
+    assert built.metadata.shared <= shared_memory(config) <= DeviceInfo.parse(f"sm_{arch}").shared_memory
+    assert "mma" in built.asm["ptx"], "the product must run on the matrix units"
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+def test_the_widest_tiles_fit(arch: int) -> None:
+    gemm(arch, w4a16_gemm.gate_up_kernel, configs(arch)[-1], e4m3=True)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_down_with_shared_blocks(arch: int) -> None:
+    gemm(arch, w4a16_gemm.down_kernel, configs(arch)[0], e4m3=False, split=3)
+
+
+def test_float16() -> None:
+    gemm(90, w4a16_gemm.down_kernel, configs(90)[1], e4m3=False, dtype="fp16")
+
+
+def test_weights_go_from_words_to_registers() -> None:
+    """On sm_90 decoded weights never pass through shared memory: wgmma reads them from registers."""
+    config = configs(90)[0]
+    constants = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.down.block_n,
+        "BLOCK_K": config.down.block_k,
+        "SPLIT_K": 1,
+        "WHOLE": True,
+        "HAS_BIAS": False,
+        "INTERPRETED": False,
+    }
+    for e4m3 in (False, True):
+        built = compile_for(90, w4a16_gemm.down_kernel, constants | {"E4M3": e4m3}, "bf16", num_warps=4, num_stages=4)
+        before_store = built.asm["ptx"].split("wgmma.wait_group")[0]
+        assert "wgmma.mma_async" in before_store
+        assert "st.shared" not in before_store
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_route_kernels(arch: int) -> None:
+    shape: dict[str, object] = {"CHUNK": 128, "BINS": 256}
+    compile_for(arch, w4a16_route.count_kernel, shape, "bf16", num_warps=4)
+    compile_for(arch, w4a16_route.place_kernel, shape | {"BLOCK_M": 16}, "bf16", num_warps=4)
+    compile_for(arch, w4a16_route.route_kernel, shape | {"BLOCK_M": 16, "ARRIVALS": 512}, "bf16", num_warps=4)
+
+
+def test_every_family_has_configurations_that_fit() -> None:
+    for arch in FAMILIES:
+        device = DeviceInfo.parse(f"sm_{arch}")
+        assert all(shared_memory(config) <= device.shared_memory for config in configs(arch))
