@@ -127,9 +127,10 @@ class LoweringReport:
             f"{len(self.near_misses)} FP4 weights left behind, {graphs}"
         ]
         lines += [text for group in _group_sites(self.sites) for text in _site_lines(*group)]
-        for miss in self.near_misses:
-            lines.append(f"  left behind: {miss.anchor} ({_size(miss.packed_bytes)} packed) at {miss.where}")
-            lines.append(f"    nearest pattern {miss.pattern}: {miss.reason}")
+        for group in _group_misses(self.near_misses):
+            packed = _size(sum(miss.packed_bytes for miss in group))
+            lines.append(f"  left behind: {_anchors(group)} ({packed} packed) at {group[0].where}")
+            lines.append(f"    nearest pattern {group[0].pattern}: {group[0].reason}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -143,6 +144,18 @@ def _group_sites(sites: list[SiteReport]) -> list[tuple[SiteReport, list[SiteRep
         else:
             groups.append((site, [site]))
     return groups
+
+
+def _group_misses(misses: list[NearMiss]) -> list[list[NearMiss]]:
+    """Weights that were left behind at one place for one reason."""
+    groups: dict[tuple[object, ...], list[NearMiss]] = {}
+    for miss in misses:
+        groups.setdefault((miss.where, miss.pattern, miss.reason), []).append(miss)
+    return list(groups.values())
+
+
+def _anchors(misses: list[NearMiss]) -> str:
+    return " and ".join(miss.anchor for miss in misses)
 
 
 def _same_decision(a: SiteReport, b: SiteReport) -> bool:
@@ -200,13 +213,13 @@ def log_report(report: LoweringReport) -> None:
             logger.warning("%s: no backend runs %s, left as written: %s", site.where, selection.spec, refusals)
         for verdict in selection.verdicts:
             logger.debug("%s: %s", site.where, verdict)
-    for miss in report.near_misses:
+    for group in _group_misses(report.near_misses):
         logger.warning(
-            "%s: FP4 weight %s feeds no recognised MoE block and is dequantised whole in every call (%s: %s)",
-            miss.where,
-            miss.anchor,
-            miss.pattern,
-            miss.reason,
+            "%s: no recognised MoE block reads %s; all experts are dequantised in every call (%s: %s)",
+            group[0].where,
+            _anchors(group),
+            group[0].pattern,
+            group[0].reason,
         )
     for note in report.notes:
         logger.warning("%s", note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,13 @@ def test_text_says_what_where_and_why() -> None:
     assert "a norm before the weights" in text
 
 
+def test_weights_left_behind_together_are_told_together() -> None:
+    other = replace(MISS, anchor="experts.gate_up_proj_packed")
+    text = str(LoweringReport(DEVICE, [], [MISS, other], num_graphs=1))
+    assert "experts.down_proj_packed and experts.gate_up_proj_packed (8.0 KiB packed)" in text
+    assert text.count("a norm before the weights") == 1
+
+
 def test_blocks_that_differ_stand_apart() -> None:
     report = LoweringReport(DEVICE, [site(0), site(1, chosen=None)], num_graphs=1)
     assert "1 of 2 MoE blocks lowered" in str(report)
@@ -89,7 +97,7 @@ def test_log_levels(caplog: pytest.LogCaptureFixture) -> None:
     assert levels == ["INFO", "WARNING", "WARNING"]
     assert "model.layers.0.mlp" in caplog.messages[0]
     assert "CAPABILITY" in caplog.messages[1]
-    assert "dequantised whole in every call" in caplog.messages[2]
+    assert "all experts are dequantised in every call" in caplog.messages[2]
 
 
 def test_sizes_follow_the_format() -> None:

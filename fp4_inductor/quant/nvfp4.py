@@ -19,7 +19,7 @@ def nvfp4_global_scale(weight: torch.Tensor) -> torch.Tensor:
         ``float32 [..., 1]``.
     """
     amax = weight.abs().amax(dim=(-2, -1)).to(torch.float32).unsqueeze(-1)
-    scale = (amax / (E2M1_MAX * E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = _divide(amax, E2M1_MAX * E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(amax > 0, scale, 1.0)
 
 
@@ -49,7 +49,12 @@ def quantize_nvfp4(
         global_scale = nvfp4_global_scale(weight)
     row_scale = global_scale.unsqueeze(-1)
     amax = blocks.abs().amax(dim=-1)
-    scale = (amax / E2M1_MAX / row_scale).clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = (_divide(amax, E2M1_MAX) / row_scale).clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
     step = scale.to(torch.float32) * row_scale
     codes = e2m1.encode(blocks / step.unsqueeze(-1))
     return e2m1.pack(codes.flatten(-2)), scale, global_scale
+
+
+def _divide(x: torch.Tensor, by: float) -> torch.Tensor:
+    """``x / by``, rounded once on every device: a GPU would multiply by the rounded reciprocal of a Python number."""
+    return x / torch.full_like(x, by)
