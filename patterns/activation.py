@@ -35,9 +35,9 @@ _MIN_PAIRS = 8192
 """Pairs of gate and up that every accepted formula has been tried on."""
 _RELATIVE, _ABSOLUTE = 1e-7, 1e-12
 """Constants that were float32 once differ by 6e-8; gelu and gelu_tanh by 1e-4."""
-_AMPLITUDES = (0.05, 1.0, 12.0)
+_AMPLITUDES = (0.05, 1.0, 12.0, 1000.0)
 _MAX_POINT = 1e4
-"""Numbers beyond are not probed: a step that cuts there is explained by no formula and refused."""
+"""Values and their reciprocals are probed up to here; a number beyond must be one of the formula's own."""
 _MAX_CONSTANTS = 12
 
 CUTTING = {
@@ -233,13 +233,14 @@ def _run(
 
 def probe_values(shape: Sequence[int], constants: Sequence[float], generator: torch.Generator) -> torch.Tensor:
     """float64 values of many amplitudes, and around each of ``constants`` on both sides of zero."""
-    scales = [*_AMPLITUDES]
     points = [0.0]
     for number in constants:
-        if 0 < number <= _MAX_POINT:
-            points += [number * factor for factor in (1.5, 1.001, 0.999, 1.0, 3.0)]
+        for size in {abs(number), 1 / abs(number)} if number else ():
+            if 1 / _MAX_POINT <= size <= _MAX_POINT:
+                points += [size * factor for factor in (1.5, 1.001, 0.999, 1.0, 3.0)]
+    scales = torch.tensor(_AMPLITUDES, dtype=torch.float64)
     normal = torch.randn(*shape, dtype=torch.float64, generator=generator)
-    scale = torch.tensor(scales, dtype=torch.float64)[torch.randint(0, len(scales), tuple(shape), generator=generator)]
+    scale = scales[torch.randint(0, len(scales), tuple(shape), generator=generator)]
     near = torch.tensor(points, dtype=torch.float64)[torch.randint(0, len(points), tuple(shape), generator=generator)]
     return torch.where(torch.rand(*shape, generator=generator) < 0.4, near * normal.sign(), normal * scale)
 
@@ -311,7 +312,7 @@ def close(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor | float
 
 
 def _audit(nodes: Sequence[fx.Node], found: _Found) -> None:
-    """Every step that selects or cuts must use a number of the accepted formula.
+    """Every step that selects or cuts must use a number of the accepted formula, and so must the far-out ones.
 
     Raises:
         NoMatch: one does not.
@@ -331,6 +332,14 @@ def _audit(nodes: Sequence[fx.Node], found: _Found) -> None:
         by_value = name in ("where", "masked_fill") or bool(mentioned) or found.spec.limit is RUNTIME
         if name not in CUTTING or not by_value or not known.issuperset(mentioned):
             raise NoMatch("{} ({}) is no step of {}", node, node.target, found.spec, node=node)
+    own = {
+        0.0,
+        *(abs(knob) for knob in (found.spec.alpha, found.spec.beta, found.spec.limit) if isinstance(knob, float)),
+    }
+    for node in nodes[1:]:
+        for number in map(abs, numbers(node)):
+            if number not in own and not 1 / _MAX_POINT <= number <= _MAX_POINT:
+                raise NoMatch("{} is no number of {}", number, found.spec, node=node)
 
 
 def _resemblance(draws: Sequence[_Draw], constants: Sequence[float]) -> str:

@@ -235,6 +235,16 @@ def softcapped(x: Tensor) -> Tensor:
     return F.silu(gate) * torch.tanh(up / 30) * 30
 
 
+def softcapped_far_out(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(torch.tanh(gate / 1e5) * 1e5) * up
+
+
+def softcapped_by_a_small_factor(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * torch.tanh(up * 1e-6) / 1e-6
+
+
 def rolled(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up.roll(1, 0)
@@ -272,9 +282,11 @@ def scaled(x: Tensor) -> Tensor:
     ("fn", "reason"),
     [(gate_clamped_twice, "is none that is known"), (clamped_after, "clamped after the activation"),
      (only_gate_clamped, "only the gate clamped"), (two_limits, "none that is known"),
-     (output_clamped_far_out, "no step of swiglu"), (input_clamped_far_out, "no step of swiglu"),
+     (output_clamped_far_out, "none that is known"), (input_clamped_far_out, "no step of swiglu"),
      (small_results_dropped, "no step of swiglu"), (nan_removed, "no step of"),
      (interleaved_up_first, "interleaved, up first"), (softcapped, "none that is known"),
+     (softcapped_far_out, "no number of swiglu|none that is known"),
+     (softcapped_by_a_small_factor, "no number of swiglu|none that is known"),
      (rolled, "no step of an activation"), (normalised, "no step of an activation"), (quantised, "makes torch.float8"),
      (rounded_to_integers, "makes torch.int32"), (infinities_removed, "no step of relu"),
      (bilinear, "none that is known"), (scaled, "none that is known")],
