@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from .activation import identify_activation
 from .combine import read_combine
 from .dequantize import identify
 from .gemm import ExpertGemm, Projection, with_bias
-from .graph_tools import dtype, numel, same, shape, source
+from .graph_tools import dtype, numel, same, shape, source, stage
 from .probing import cone
 from .signature import Memo
 
@@ -60,16 +59,6 @@ class Block:
             self.down.gemm.weight: Operand.W2,
             **{node: operand for operand, node in optional.items() if node is not None},
         }
-
-
-@contextlib.contextmanager
-def stage(progress: float) -> Iterator[None]:
-    """Refusals in here have come at least this far."""
-    try:
-        yield
-    except NoMatch as miss:
-        miss.progress = max(miss.progress, progress)
-        raise
 
 
 def read_block(up: ExpertGemm, down: ExpertGemm, memo: Memo) -> Block:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ _VIEWS = frozenset(
 _PERMUTES = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
 _SHOWING = (*_VIEWS, *_PERMUTES, aten.expand.default, aten.select.int)
 CAST = prims.convert_element_type.default
+
+
+@contextlib.contextmanager
+def stage(progress: float) -> Iterator[None]:
+    """Refusals in here have come at least this far."""
+    try:
+        yield
+    except NoMatch as miss:
+        miss.progress = max(miss.progress, progress)
+        raise
 
 
 def is_call(node: object, *targets: object) -> bool:

@@ -6,7 +6,7 @@ from torch import fx
 
 from ..matching import NoMatch
 from .gemm import ExpertGemm, through_transposes
-from .graph_tools import arguments, aten, inputs, is_call, is_iota, same, shape, source
+from .graph_tools import arguments, aten, inputs, is_call, is_iota, same, shape, source, stage
 from .rows import RowOrder, integer_cast, order_from_counts
 
 NAME = "grouped_mm"
@@ -41,7 +41,8 @@ def read_grouped_mm(node: fx.Node) -> ExpertGemm:
     rows, weight, offs = found
     if offs is None or arguments(node).get("bias") is not None or len(shape(weight)) != 3:
         raise NoMatch("{} is not a GEMM of 2-D rows by 3-D weights with offsets", node.name, node=node, progress=0.1)
-    order = _order_from_offsets(offs, shape(weight)[0])
+    with stage(0.2):
+        order = _order_from_offsets(offs, shape(weight)[0])
     weight, flipped, transposes = through_transposes(weight)
     return ExpertGemm(node, NAME, rows, weight, not flipped, order, transposes | {node})
 
@@ -50,7 +51,7 @@ def _order_from_offsets(offs: fx.Node, num_experts: object) -> RowOrder:
     """The order of rows from the offsets ``cumsum(count of each expert)``."""
     total = integer_cast(offs)
     if not is_call(total, aten.cumsum.default) or arguments(total)["dim"] not in (0, -1):
-        raise NoMatch("offsets {} are no running sum", total.name, node=total, progress=0.2)
+        raise NoMatch("offsets {} are no running sum", total.name, node=total)
     counts = integer_cast(arguments(total)["self"])
     return order_from_counts(_counted(counts, num_experts))
 
@@ -69,7 +70,7 @@ def _counted(counts: fx.Node, num_experts: object) -> fx.Node:
         compared = _one_hot(integer_cast(arguments(counts)["self"]), num_experts)
         if compared is not None and arguments(counts)["dim"] in ([0], [-2]):
             return compared
-    raise NoMatch("offsets do not count the tokens of each of {} experts", num_experts, node=counts, progress=0.2)
+    raise NoMatch("offsets do not count the tokens of each of {} experts", num_experts, node=counts)
 
 
 def _one_hot(node: fx.Node, num_experts: object) -> fx.Node | None:

@@ -141,7 +141,10 @@ class _Copier:
             self.copies[node] = self.graph.node_copy(node)
 
     def _size(self, size: int | torch.SymInt) -> int:
-        return self.names.get(size, size) if isinstance(size, int) else size_hint(size, self.symbols)
+        if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
+            return size_hint(size, self.symbols)
+        number = size_hint(size)
+        return self.names.get(number, number)
 
     def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         schema = getattr(node.target, "_schema", None)

@@ -13,9 +13,9 @@ from ..matching import Match, NearMiss, NoMatch, Recognition
 from ..spec import GivenRouting, MoESpec, Operand, RouterSpec, TokenRange
 from .batched_mm import NAME as BATCHED_MM
 from .batched_mm import read_batched_mm
-from .block import Block, read_block, stage
+from .block import Block, read_block
 from .gemm import ExpertGemm
-from .graph_tools import aten, dtype, is_call, is_size, location, numel, same, shape, tensor
+from .graph_tools import aten, dtype, is_call, is_size, location, numel, same, shape, stage, tensor
 from .grouped_mm import NAME as GROUPED_MM
 from .grouped_mm import operands as grouped_operands
 from .grouped_mm import read_grouped_mm

@@ -1,11 +1,16 @@
-"""Edit captured graphs, and run them on random values beside what a match says they compute."""
+"""Capture the MoE layers of tiny models, edit the graphs, and run them beside what a match says they compute."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from capture import Level, capture
+from fp4_inductor.patterns.probing import size_hint
+from models import MoEStack, hidden_states, pack_experts, tiny_model
 from torch import fx
 from torch._guards import detect_fake_mode
 
@@ -16,6 +21,28 @@ from fp4_inductor.spec import Operand
 aten = torch.ops.aten
 _MAX_BLOCKS = 8
 """The tiny models have at most this many blocks in a row; codes have more bytes."""
+
+
+@functools.cache
+def _captured(
+    family: str, form: str, fmt: str, tokens: int, dynamic: bool, level: Level, layers: int
+) -> fx.GraphModule:
+    model = pack_experts(tiny_model(family, layers=layers, experts_implementation=form), fmt)
+    return capture(MoEStack(model), hidden_states(tokens), dynamic=dynamic, level=level)
+
+
+def moe_graph(
+    family: str,
+    form: str,
+    fmt: str = "mxfp4",
+    *,
+    tokens: int = 16,
+    dynamic: bool = False,
+    level: Level = "inner",
+    layers: int = 2,
+) -> fx.GraphModule:
+    """The MoE layers of a family, as one graph that the caller may edit."""
+    return copy.deepcopy(_captured(family, form, fmt, tokens, dynamic, level, layers))
 
 
 def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
@@ -50,8 +77,8 @@ def random_inputs(gm: fx.GraphModule, seed: int = 0) -> list[Any]:
 def _random(node: fx.Node, generator: torch.Generator) -> Any:
     val = node.meta["val"]
     if not isinstance(val, torch.Tensor):
-        return int(val)
-    size, dtype = [int(s) for s in val.shape], val.dtype
+        return size_hint(val)  # int() would specialise the graph
+    size, dtype = [size_hint(s) for s in val.shape], val.dtype
     if dtype is torch.float64:
         return torch.tensor(1.3, dtype=dtype)
     if dtype.is_floating_point and dtype.itemsize == 1:
