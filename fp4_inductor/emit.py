@@ -83,8 +83,9 @@ class _Writer:
         """The operand's node, in the shape and dtype that ``Operand`` promises to kernels."""
         node = self.match.operands[operand]
         value = node.meta["val"]
-        if value.dtype is torch.int8 or value.dtype is torch.float8_e8m0fnu:
-            node = self.call(aten.view.dtype, node, torch.uint8)
+        bits = _packed_dtype(operand, self.spec)
+        if bits is not None and value.dtype is not bits:
+            node = self.call(aten.view.dtype, node, bits)  # the same bytes under another name
         shape = _canonical_shape(operand, self.spec, value)
         if shape is None or tuple(value.shape) == shape:
             return node
@@ -138,6 +139,15 @@ class _Writer:
                 assert hidden.meta["val"].shape == shape, "an output with several symbolic axes is shaped like hidden"
                 sizes.append(self.call(aten.sym_size.int, hidden, axis))
         return self.call(aten.reshape.default, fused, sizes)
+
+
+def _packed_dtype(operand: Operand, spec: MoESpec) -> torch.dtype | None:
+    """The dtype under which kernels read packed bytes, None for operands that hold numbers."""
+    if operand in (Operand.W13, Operand.W2):
+        return torch.uint8
+    if operand in (Operand.W13_SCALE, Operand.W2_SCALE):
+        return spec.weight_format.scale_dtype
+    return None
 
 
 def _canonical_shape(operand: Operand, spec: MoESpec, value: torch.Tensor) -> tuple[int, ...] | None:

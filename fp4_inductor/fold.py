@@ -68,7 +68,8 @@ def fold(gm: fx.GraphModule, example_inputs: Sequence[Any], static_input_idxs: I
         if recipe is None or not static.issuperset(recipe.sources):
             continue
         if (recipe.key, recipe.sources) not in folded:
-            folded[recipe.key, recipe.sources] = _add_placeholder(gm.graph, f"{PREPARED}_{len(recipes)}_{recipe.name}", node)
+            name = f"{PREPARED}_{len(recipes)}_{recipe.name}"
+            folded[recipe.key, recipe.sources] = _add_placeholder(gm.graph, name, node)
             recipes.append(recipe)
         node.replace_all_uses_with(folded[recipe.key, recipe.sources])
     gm.graph.eliminate_dead_code()

@@ -33,6 +33,7 @@ class Operand(Enum):
     TOPK_WEIGHTS = "topk_weights"  # [T, k] float32, bfloat16 or float16
     ROUTER_LOGITS = "router_logits"  # [T, E]
     ROUTER_BIAS = "router_bias"  # [E] added to the scores for selection only
+    ROUTER_SCALE = "router_scale"  # 0-d, where the graph takes the scaling factor at run time
     W13 = "w13"
     W13_SCALE = "w13_scale"
     W13_GLOBAL = "w13_global"

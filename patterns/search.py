@@ -192,7 +192,11 @@ def _router(block: Block, memo: Memo) -> tuple[RouterSpec | GivenRouting, dict[O
     except NoMatch as miss:
         logger.debug("%s: routing is taken as given: %s", location(block.output), miss)
         return GivenRouting(), {}
-    return found.spec, {Operand.ROUTER_LOGITS: found.logits, Operand.ROUTER_BIAS: found.bias}
+    return found.spec, {
+        Operand.ROUTER_LOGITS: found.logits,
+        Operand.ROUTER_BIAS: found.bias,
+        Operand.ROUTER_SCALE: found.scalars.get("scaling_factor"),
+    }
 
 
 def _token_range(size: int | torch.SymInt) -> TokenRange:

@@ -89,6 +89,14 @@ def test_global_scales_of_any_grain(size: str) -> None:
     assert_close_per_token(out, case.reference(), torch.bfloat16)
 
 
+def test_scales_as_plain_bytes() -> None:
+    case = make_case(NVFP4)
+    views: dict[Operand, View] = {Operand.W13_SCALE: lambda t: t.view(torch.uint8)}
+    module, inputs, _ = emit_into_graph(case, "cpu", views, (7, 128))
+    (out,) = module(*inputs)
+    assert_close_per_token(out, case.reference(), torch.bfloat16)
+
+
 def test_relayout_is_plain_aten_and_marked() -> None:
     case = make_case(MXFP4, w13_order=GateUpOrder.INTERLEAVED)
     module, _, emitted = emit_into_graph(case, "cpu", {}, (7, 128))
