@@ -9,7 +9,7 @@ import torch
 import triton
 
 from ..spec import ActivationSpec
-from .w4a16_config import GemmConfig, W4A16Config, choose_config, choose_split
+from .w4a16_config import GemmConfig, W4A16Config, choose_config, choose_group, choose_split
 from .w4a16_gemm import combine_kernel, down_kernel, gate_up_kernel
 from .w4a16_route import count_kernel, place_kernel, route_kernel
 
@@ -19,7 +19,7 @@ _CHUNKS = ((32, 32, 4), (128, 128, 4), (256, 256, 8), (16384, 128, 4), (None, 51
 """Up to this many pairs, how many one program sorts, and its warps. Measured on an H200."""
 _INTERPRETED_ARCH = 80
 _INTERPRETED_SMS = 16
-_MAX_ARRIVALS = 512
+_MAX_ARRIVALS = 1024
 """Output blocks up to which programs may share one."""
 
 
@@ -166,7 +166,7 @@ def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int,
         UP_FIRST=experts.up_first,
         HAS_LIMIT=limit is not None,
         KIND=activation.kind,
-        **_constants(experts, hidden_size, config.block_m, config.gate_up, cut.split_k),
+        **_constants(w13, experts.e4m3, hidden_size, config, config.gate_up, cut.split_k),
     )
     return h
 
@@ -191,7 +191,7 @@ def _down(
         hidden_size,
         intermediate_size,
         HAS_BIAS=w2.bias is not None,
-        **_constants(experts, intermediate_size, config.block_m, config.down, cut.split_k),
+        **_constants(w2, experts.e4m3, intermediate_size, config, config.down, cut.split_k),
     )
 
 
@@ -216,14 +216,17 @@ def _parts(cut: _Cut, block_size: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(size, dtype=torch.float32)
 
 
-def _constants(experts: Experts, columns: int, block_m: int, gemm: GemmConfig, split_k: int) -> dict[str, int | bool]:
+def _constants(
+    weights: Weights, e4m3: bool, columns: int, config: W4A16Config, gemm: GemmConfig, split_k: int
+) -> dict[str, int | bool]:
     return {
-        "BLOCK_M": block_m,
+        "BLOCK_M": config.block_m,
+        "GROUP_M": choose_group(config, weights.words.nbytes // weights.words.shape[0]),
         "BLOCK_N": gemm.block_n,
         "BLOCK_K": gemm.block_k,
         "SPLIT_K": split_k,
         "WHOLE": columns % gemm.block_k == 0,
-        "E4M3": experts.e4m3,
+        "E4M3": e4m3,
         "INTERPRETED": INTERPRETED,
         "num_warps": gemm.num_warps,
         "num_stages": gemm.num_stages,

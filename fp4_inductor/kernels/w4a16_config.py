@@ -26,9 +26,11 @@ class W4A16Config:
 
     Attributes:
         block_m: tokens of a tile.
+        group_m: tiles that run side by side on one piece of the weights.
     """
 
     block_m: int
+    group_m: int
     gate_up: GemmConfig
     down: GemmConfig
 
@@ -36,14 +38,21 @@ class W4A16Config:
 _GATE_UP = GemmConfig(block_n=64, block_k=64, num_warps=4, num_stages=4)
 _DOWN = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
 
-# Largest expected tokens an expert, and the tile that serves them. Swept on an H200 over the layers of gpt-oss and
-# Qwen3-30B-A3B with 1 to 16384 tokens, both formats. Other families are not measured: they take what fits.
-_UP_TO_128 = tuple(
-    (limit, W4A16Config(m, _GATE_UP, _DOWN)) for limit, m in ((10, 16), (24, 32), (320, 64), (None, 128))
+# Largest expected tokens an expert, and the tile that serves them. Swept on an H200 over the layers of gpt-oss,
+# Qwen3-30B-A3B, Mixtral 8x7B and DeepSeek-V3 with 1 to 16384 tokens. Other families are not measured: they take
+# what fits their shared memory.
+_UP_TO_64 = (
+    (10, W4A16Config(16, 1, _GATE_UP, _DOWN)),
+    (24, W4A16Config(32, 1, _GATE_UP, _DOWN)),
+    (None, W4A16Config(64, 1, _GATE_UP, _DOWN)),
 )
-_UP_TO_64 = tuple((limit, W4A16Config(m, _GATE_UP, _DOWN)) for limit, m in ((10, 16), (24, 32), (None, 64)))
+_UP_TO_128 = (
+    *_UP_TO_64[:2],
+    (192, W4A16Config(64, 1, _GATE_UP, _DOWN)),
+    (None, W4A16Config(128, 16, _GATE_UP, _DOWN)),
+)
 
-_PROGRAMS_PER_SM = 3
+_LARGE_EXPERT = 24 << 20
 _BARRIERS = 1024
 """Bytes that Triton may add for barriers."""
 
@@ -70,11 +79,18 @@ def choose_config(arch: int, num_pairs: int, num_experts: int) -> W4A16Config:
 
 
 def choose_split(num_blocks: int, steps: int, sm_count: int) -> int:
-    """How many programs share an output block, so that a few tokens fill the device: three programs an SM.
+    """How many programs share an output block along its ``steps`` of K, so that a few tokens fill the device.
 
-    Each keeps two steps of the ``steps`` along K, and no more than eight share.
+    Three programs an SM are wanted even if short ones, twelve if each keeps a long way to go.
     """
-    return max(1, min(_PROGRAMS_PER_SM * sm_count // num_blocks, steps // 2, 8))
+    short = min(round(3 * sm_count / num_blocks), steps // 2)
+    long = min(round(12 * sm_count / num_blocks), steps // 20)
+    return max(1, min(max(short, long), 8))
+
+
+def choose_group(config: W4A16Config, expert_bytes: int) -> int:
+    """How many token tiles share one piece of the weights: more where an expert's weights crowd out the L2 cache."""
+    return max(config.group_m, 16) if config.block_m >= 64 and expert_bytes > _LARGE_EXPERT else config.group_m
 
 
 def configs(arch: int) -> tuple[W4A16Config, ...]:

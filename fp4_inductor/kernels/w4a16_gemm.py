@@ -210,6 +210,15 @@ def _activate(x, alpha, KIND: tl.constexpr):
 
 
 @triton.jit
+def _place_block(block, tiles, blocks, GROUP_M: tl.constexpr):
+    """Token tile and row block of an output block: GROUP_M tiles in turn for each row block, which stays in L2."""
+    span = GROUP_M * blocks
+    first = block // span * GROUP_M
+    size = tl.minimum(tiles - first, GROUP_M)
+    return first + block % span % size, block % span // size
+
+
+@triton.jit
 def _split_range(K, split, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
     """Columns [first, end) of one of SPLIT_K programs that share an output tile."""
     columns = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
@@ -277,6 +286,7 @@ def gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
     WHOLE: tl.constexpr,
     E4M3: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -290,12 +300,13 @@ def gate_up_kernel(
     block = tl.program_id(0) // SPLIT_K
     split = tl.program_id(0) % SPLIT_K
     blocks = tl.cdiv(I, BLOCK_N)
-    tile = block // blocks
-    if tile >= tl.load(num_tiles):
+    tiles = tl.load(num_tiles)
+    if block >= tiles * blocks:
         return
+    tile, row_block = _place_block(block, tiles, blocks, GROUP_M)
     DTYPE: tl.constexpr = hidden.dtype.element_ty
     expert, row, valid, pair = _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M)
-    first_row = (block % blocks) * BLOCK_N
+    first_row = row_block * BLOCK_N
     n = first_row + tl.arange(0, BLOCK_N)
     gate_row = I if GATED and UP_FIRST else 0
     up_row = I - gate_row
@@ -394,6 +405,7 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
     WHOLE: tl.constexpr,
     E4M3: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -403,12 +415,13 @@ def down_kernel(
     block = tl.program_id(0) // SPLIT_K
     split = tl.program_id(0) % SPLIT_K
     blocks = tl.cdiv(H, BLOCK_N)
-    tile = block // blocks
-    if tile >= tl.load(num_tiles):
+    tiles = tl.load(num_tiles)
+    if block >= tiles * blocks:
         return
+    tile, row_block = _place_block(block, tiles, blocks, GROUP_M)
     DTYPE: tl.constexpr = h.dtype.element_ty
     expert, row, valid, pair = _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M)
-    first_row = (block % blocks) * BLOCK_N
+    first_row = row_block * BLOCK_N
     n = first_row + tl.arange(0, BLOCK_N)
     N = tl.cdiv(H, _ROWS) * _ROWS
     groups = I // _GROUP
