@@ -58,6 +58,8 @@ class Runtime(Enum):
     def __repr__(self) -> str:
         return "RUNTIME"
 
+    __str__ = __repr__
+
 
 RUNTIME = Runtime.RUNTIME
 
