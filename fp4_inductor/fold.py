@@ -214,33 +214,41 @@ class FoldedCall:
         self._first_call = first_call
         self._kept, self._recipes, self._compiled = folding.kept, folding.recipes, compiled
         self._sources = sorted({i for recipe in folding.recipes for i in recipe.sources})
-        self._seen: list[tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = []
-        self._entries: list[PreparedWeight] = []
+        self._last = _Prepared((), ())
 
     def __call__(self, args: list[Any]) -> Any:
         if self._first_call is not None:
             self._first_call(args)
             self._first_call = None
-        if not self._unchanged(args):
-            self._prepare(args)
+        last = self._last
+        if not last.is_current([args[i] for i in self._sources]):
+            last = self._prepare(args)
         inputs = [args[i] for i in self._kept]
-        inputs += [entry.value for entry in self._entries]
+        inputs += [entry.value for entry in last.entries]
         args.clear()
         return self._compiled(inputs)
 
-    def _unchanged(self, args: list[Any]) -> bool:
-        """Whether the weights are those of the previous call: the path of every call but the first."""
-        if not self._seen:
+    def _prepare(self, args: list[Any]) -> _Prepared:
+        self._last = _Prepared((), ())
+        # One recipe at a time, so that the peak above the prepared weights is one weight's temporaries.
+        bar = tqdm(self._recipes, desc="preparing FP4 weights", unit="tensor", disable=None, delay=2, leave=False)
+        entries = tuple(PREPARED_WEIGHTS.get(recipe, [args[i] for i in recipe.sources]) for recipe in bar)
+        self._last = _Prepared(tuple((weakref.ref(args[i]), stamp(args[i])) for i in self._sources), entries)
+        return self._last
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The weights of a call and what was prepared from them. Replaced whole, so that threads may share it."""
+
+    seen: tuple[tuple[weakref.ref[torch.Tensor], tuple[int, int]], ...]
+    entries: tuple[PreparedWeight, ...]
+
+    def is_current(self, weights: Sequence[torch.Tensor]) -> bool:
+        """The path of every call but the first."""
+        if len(self.seen) != len(weights):
             return False
-        for i, (ref, old) in zip(self._sources, self._seen, strict=True):
-            weight = args[i]
+        for (ref, old), weight in zip(self.seen, weights, strict=True):
             if ref() is not weight or old != stamp(weight):
                 return False
         return True
-
-    def _prepare(self, args: list[Any]) -> None:
-        self._seen, self._entries = [], []
-        # One recipe at a time, so that the peak above the prepared weights is one weight's temporaries.
-        bar = tqdm(self._recipes, desc="preparing FP4 weights", unit="tensor", disable=None, delay=2, leave=False)
-        self._entries = [PREPARED_WEIGHTS.get(recipe, [args[i] for i in recipe.sources]) for recipe in bar]
-        self._seen = [(weakref.ref(args[i]), stamp(args[i])) for i in self._sources]
