@@ -89,17 +89,17 @@ def run_experts(
         return out
     top_k, num_experts = topk_ids.shape[1], experts.num_experts
     config = choose_config(_arch(hidden.device), topk_ids.numel(), num_experts)
-    routes = route(topk_ids, num_experts, config.block_m)
-    h = _gate_up(hidden, experts, routes, top_k, config)
     # A lower-precision combine rounds each product; a float32 result keeps them.
     dtype = torch.float32 if out_dtype == torch.float32 else hidden.dtype
-    y = hidden.new_empty(h.shape[0], hidden_size, dtype=dtype)
-    _down(h, topk_weights.contiguous(), experts, routes, config, y)
+    y = hidden.new_empty(topk_ids.numel(), hidden_size, dtype=dtype)
     block = 1024
-    grid = (num_tokens, triton.cdiv(hidden_size, block))
-    combine_kernel[grid](
-        y, topk_ids, out, hidden_size, num_experts, TOP_K=top_k, BLOCK=block, INTERPRETED=INTERPRETED, num_warps=4
-    )
+    with torch.cuda.device_of(hidden):  # Triton launches on the current device
+        routes = route(topk_ids, num_experts, config.block_m)
+        h = _gate_up(hidden, experts, routes, top_k, config)
+        _down(h, topk_weights.contiguous(), experts, routes, config, y)
+        combine_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+            y, topk_ids, out, hidden_size, num_experts, TOP_K=top_k, BLOCK=block, INTERPRETED=INTERPRETED, num_warps=4
+        )
     return out
 
 

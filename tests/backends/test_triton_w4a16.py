@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from moe_cases import CLAMPED_SWIGLU, EXPERTS_CASES, SWIGLU, MoECase, make_case, poison_allocator
 from tolerances import assert_close_per_token
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4_inductor.backends import get_backend
 from fp4_inductor.device import DeviceInfo
@@ -76,6 +79,25 @@ def test_equal_layers_share_their_recipes() -> None:
     first, second = BACKEND.plan(SPEC, H200), BACKEND.plan(dataclasses.replace(SPEC), H200)
     assert first == second
     assert first.padding == "I 96 to 128"
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("name", ["gpt_oss", "up_first", "not_gated"])
+def test_recipes_trace_to_plain_ops_without_constants(name: str, fmt: BlockFormat) -> None:
+    case = make_case(fmt, **EXPERTS_CASES[name])
+    for prepared in BACKEND.plan(case.spec, H200).prepared:
+        operands = [case.operands[operand] for operand in prepared.of]
+        graph = make_fx(prepared.fn)(*operands)
+        assert not [node for node in graph.graph.nodes if node.op == "get_attr"], prepared.name
+        assert torch.equal(graph(*operands), prepared.fn(*operands))
+
+
+def test_planning_loads_no_triton() -> None:
+    code = (
+        "import sys, fp4_inductor.backends as b, fp4_inductor.device as d;"
+        "b.get_backend('triton_w4a16'); d.DeviceInfo.parse('sm_90'); assert 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def gpu_case(name: str, fmt: BlockFormat, **changes: Any) -> MoECase:
