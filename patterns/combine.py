@@ -68,7 +68,7 @@ def read_combine(rows: fx.Node, order: RowOrder, top_k: int) -> Combine:
         NoMatch: a step that is no part of a combine; ``node`` is where.
     """
     state = _Rows(rows, order, top_k)
-    while True:
+    while not _is_whole(state):
         reader, shown = only_reader(state.node, "the down projection's rows")
         if is_call(reader, aten.mul.Tensor):
             state = _weigh(state, reader, shown)
@@ -84,6 +84,18 @@ def read_combine(rows: fx.Node, order: RowOrder, top_k: int) -> Combine:
             return _finish(_contract(state, reader, shown), reader)
         else:
             raise NoMatch("{} ({}) is no part of a weighted combine", reader.name, reader.target, node=reader)
+    return _finish(state, state.node)
+
+
+def _is_whole(state: _Rows) -> bool:
+    """Whether weighted rows are tokens already, of one slot each, and are not summed or scattered."""
+    if state.weights is None or state.order.perm is not None or state.top_k != 1:
+        return False
+    found = readers(state.node)
+    return len(found) != 1 or not is_call(found[0][0], *_SUMS)
+
+
+_SUMS = (aten.sum.dim_IntList, aten.index_put.default, aten.index_add.default)
 
 
 def _weigh(state: _Rows, reader: fx.Node, shown: fx.Node) -> _Rows:

@@ -41,7 +41,7 @@ def on_the_way(inner: Collection[fx.Node], feeds: Collection[fx.Node]) -> list[f
     carries = {node for node in feeds if _is_float(node)}
     way: list[fx.Node] = []
     for node in inner:
-        if any(arg in carries for arg in node.all_input_nodes):
+        if not is_size(node) and any(arg in carries for arg in node.all_input_nodes):
             carries.add(node)
             way.append(node)
     return way

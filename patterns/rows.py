@@ -109,6 +109,8 @@ class RowOrder:
                 column = arguments(node)["self"]
                 pairs = len(shape(node)) == 2 and same(shape(node)[1], top_k)
                 return pairs and _is_column(column) and is_iota(source(column), shape(node)[0])
+            if top_k == 1:
+                return is_iota(node, slots)
             division = is_floor_division(node)
             return bool(division and division[1] == top_k and is_iota(source(division[0]), slots))
         slot_tokens = self._by_perm(node)
@@ -195,10 +197,17 @@ _SORTS = (aten.sort.default, aten.sort.stable)
 
 
 def order_from_counts(counted: fx.Node) -> RowOrder:
-    """The order of rows whose experts are counted in ``counted``: sorted ids, or ids that one sort reads."""
+    """The order of rows whose experts are counted in ``counted``: sorted ids, or ids that one sort reads.
+
+    Raises:
+        NoMatch: no sort puts rows in an order with these counts.
+    """
     counted = source(counted)
     if sort_result(counted, 0) is not None:
         return sorted_order(counted)
+    gather = row_gather(counted)
+    if gather is not None and sort_result(source(gather[1]), 1) is not None:
+        counted = source(gather[0])  # a permutation does not change counts
     sorts = [reader for reader, _ in readers(counted) if is_call(reader, *_SORTS) and _result(reader, 1) is not None]
     if len(sorts) != 1:
         raise NoMatch("{} sorts read the counted expert ids, not one", len(sorts), node=counted)
@@ -210,7 +219,7 @@ def integer_cast(node: fx.Node) -> fx.Node:
     node = source(node)
     while is_call(node, CAST):
         base = source(arguments(node)["a"])
-        if dtype(base).is_floating_point or dtype(node) not in _EXACT:
+        if dtype(node) not in _EXACT or (dtype(base).is_floating_point and dtype(base) not in _EXACT):
             break
         node = base
     return node

@@ -100,6 +100,8 @@ def _read_gemms(reads: dict[fx.Node, frozenset[fx.Node]], misses: _Misses) -> di
 
 def _behind(down: ExpertGemm, gemms: dict[fx.Node, ExpertGemm]) -> list[ExpertGemm]:
     """The expert GEMMs that ``down`` reads its rows from, through values as large or twice as large as they."""
+    if tensor(down.rows) is None:
+        return []
     size = numel(down.rows)
     found: list[ExpertGemm] = []
     seen = {down.rows}

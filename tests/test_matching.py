@@ -121,6 +121,7 @@ def test_one_token(family: str, form: str, level: Level) -> None:
     assert all(error_of(gm, match) < TOLERANCE for match in found.matches)
 
 
+@pytest.mark.slow
 def test_a_whole_model_with_dynamic_tokens() -> None:
     model = pack_experts(tiny_model("gpt_oss", experts_implementation="grouped_mm"), "mxfp4")
     found = find_matches(capture(model, token_ids(16), dynamic=True).graph)
@@ -181,3 +182,36 @@ def test_an_unknown_router_leaves_the_experts() -> None:
     assert (first.grade, first.spec.router) == ("experts", GivenRouting())
     assert Operand.ROUTER_LOGITS not in first.operands
     assert second.grade == "full"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_grouped_gemm_that_transformers_falls_back_to(dtype: torch.dtype) -> None:
+    model = pack_experts(tiny_model("qwen3_moe", layers=1, dtype=dtype), "nvfp4")
+    gm = capture(MoEStack(model), hidden_states(dtype=dtype))
+    (match,) = find_matches(gm.graph).matches
+    assert (match.pattern, match.spec.act_dtype, match.spec.out_dtype) == ("grouped_mm", dtype, dtype)
+    assert error_of(gm, match) < TOLERANCE
+
+
+def test_experts_counted_as_integers() -> None:
+    """A GPU's trace counts int32 ids."""
+    gm = moe_graph("qwen3_moe", "grouped_mm")
+    for histc in calls(gm.graph, torch.ops.aten.histc.default):
+        cast = histc.args[0]
+        cast.args = (cast.args[0], torch.int32)
+        for node in (cast, histc):
+            node.meta["val"] = node.meta["val"].to(torch.int32)
+    assert len(find_matches(gm.graph).matches) == 2
+
+
+@pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"])
+def test_no_graph_is_too_strange(form: str) -> None:
+    """Every third node without its value, one at a time; whatever is found without them is silent."""
+    gm = moe_graph("qwen3_moe", form, layers=1)
+    for node in list(gm.graph.nodes)[::3]:
+        val = node.meta.pop("val", None)
+        found = find_matches(gm.graph)
+        assert len(found.matches) <= 1
+        if val is not None:
+            node.meta["val"] = val
+    assert len(find_matches(gm.graph).matches) == 1

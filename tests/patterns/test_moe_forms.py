@@ -1,0 +1,174 @@
+"""Spellings of routing and combining outside transformers, in both forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture import capture
+from moe_graphs import error_of
+from torch import nn
+
+from fp4_inductor.formats import MXFP4
+from fp4_inductor.matching import find_matches
+from fp4_inductor.quant import dequantize
+from fp4_inductor.spec import GateUpOrder, TokenRange
+
+E, H, INNER = 8, 128, 96
+TOLERANCE = 1.5e-2
+Tensor = torch.Tensor
+Experts = Callable[["UserMoE", Tensor, Tensor, Tensor], Tensor]
+
+
+class UserMoE(nn.Module):
+    """Own model code: a linear router, packed experts, and ``experts`` to run them."""
+
+    def __init__(self, experts: Experts, top_k: int = 2) -> None:
+        super().__init__()
+        self.experts, self.top_k = experts, top_k
+        self.gate = nn.Linear(H, E, bias=False, dtype=torch.bfloat16)
+        for name, rows, columns in (("w13", 2 * INNER, H), ("w2", H, INNER)):
+            self.register_buffer(name, torch.randint(0, 256, (E, rows, columns // 2), dtype=torch.uint8))
+            self.register_buffer(f"{name}_scale", torch.randint(120, 124, (E, rows, columns // 32), dtype=torch.uint8))
+
+    def weight(self, name: str) -> Tensor:
+        """``[E, N, K]``"""
+        return dequantize(getattr(self, name), getattr(self, f"{name}_scale"), None, MXFP4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.reshape(-1, H)
+        weights, ids = torch.softmax(self.gate(tokens).float(), dim=-1).topk(self.top_k, dim=-1)
+        return hidden + self.experts(self, tokens, ids, weights.to(hidden.dtype)).reshape(hidden.shape)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def counts_by_histc(ids: Tensor) -> Tensor:
+    return torch.histc(ids.float(), bins=E, min=0, max=E - 1)
+
+
+def counts_by_one_hot(ids: Tensor) -> Tensor:
+    return (ids[:, None] == torch.arange(E)).sum(0)
+
+
+def scatter_add_rows(rows: Tensor, token: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).index_add(0, token, rows.to(like.dtype))
+
+
+def put_rows(rows: Tensor, token: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).index_put((token,), rows.to(like.dtype), accumulate=True)
+
+
+def sorted_experts(
+    counts: Callable[[Tensor], Tensor], combine: Callable[[Tensor, Tensor, Tensor], Tensor], *, count_sorted: bool
+) -> Experts:
+    """Argsort, grouped GEMMs, scatter by token."""
+
+    def run(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        flat = ids.flatten()
+        perm = flat.argsort(stable=True)
+        token = perm // self.top_k
+        offs = counts(flat[perm] if count_sorted else flat).cumsum(0).to(torch.int32)
+        inner = swiglu(F.grouped_mm(x[token], self.weight("w13").mT, offs=offs))
+        out = F.grouped_mm(inner, self.weight("w2").mT, offs=offs)
+        return combine(out * weights.flatten()[perm, None], token, x)
+
+    return run
+
+
+def unsorted_by_argsort(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Weights multiply after the rows are back in slot order; the inverse is an argsort."""
+    values, perm = ids.flatten().sort()
+    offs = counts_by_histc(values).cumsum(0).to(torch.int32)
+    rows = x.repeat_interleave(self.top_k, dim=0)[perm]
+    inner = swiglu(F.grouped_mm(rows, self.weight("w13").mT, offs=offs))
+    out = F.grouped_mm(inner, self.weight("w2").mT, offs=offs)[perm.argsort()]
+    return (out.reshape(-1, self.top_k, H) * weights[..., None]).sum(1)
+
+
+def gathered(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    rows = x[:, None].expand(-1, self.top_k, -1).reshape(-1, H, 1)
+    up = torch.bmm(self.weight("w13")[ids.flatten()], rows).squeeze(-1)
+    out = torch.bmm(self.weight("w2")[ids.flatten()], swiglu(up)[..., None]).squeeze(-1)
+    return (out.reshape(-1, self.top_k, H) * weights[..., None]).sum(1)
+
+
+def gathered_by_token_index(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    token = torch.arange(x.shape[0])[:, None].expand(-1, self.top_k).reshape(-1)
+    flat = ids.flatten()
+    up = torch.bmm(x[token][:, None], self.weight("w13")[flat].mT)[:, 0]
+    out = torch.bmm(swiglu(up)[:, None], self.weight("w2")[flat].mT)[:, 0]
+    return scatter_add_rows(out * weights.flatten()[:, None], token, x)
+
+
+def gathered_and_contracted(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    rows = x.repeat_interleave(self.top_k, dim=0)[..., None]
+    up = torch.bmm(self.weight("w13")[ids.flatten()], rows)[..., 0]
+    out = torch.bmm(self.weight("w2")[ids.flatten()], swiglu(up)[..., None])
+    return torch.bmm(weights[:, None], out.reshape(-1, self.top_k, H))[:, 0]
+
+
+FORMS: dict[str, tuple[str, Experts]] = {
+    "index_add": ("grouped_mm", sorted_experts(counts_by_histc, scatter_add_rows, count_sorted=True)),
+    "index_put": ("grouped_mm", sorted_experts(counts_by_one_hot, put_rows, count_sorted=False)),
+    "argsort of the permutation": ("grouped_mm", unsorted_by_argsort),
+    "gathered": ("batched_mm", gathered),
+    "gathered by token index": ("batched_mm", gathered_by_token_index),
+    "gathered and contracted": ("batched_mm", gathered_and_contracted),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("name", list(FORMS))
+def test_own_spellings_match(name: str, top_k: int, dynamic: bool) -> None:
+    form, experts = FORMS[name]
+    gm = capture(UserMoE(experts, top_k), torch.randn(2, 9, H).bfloat16(), dynamic=dynamic)
+    found = find_matches(gm.graph)
+    assert [miss.reason for miss in found.near_misses] == []
+    (match,) = found.matches
+    assert match.pattern == form
+    assert match.spec.top_k == top_k
+    assert match.spec.w13_order is GateUpOrder.GATE_UP
+    assert match.spec.num_tokens.static != dynamic
+    assert match.where.file.endswith("test_moe_forms.py")
+    assert error_of(gm, match) < TOLERANCE
+
+
+def dense(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    scores = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, weights)
+    up = torch.einsum("th,enh->etn", x, self.weight("w13"))
+    return torch.einsum("etn,ehn,te->th", swiglu(up), self.weight("w2"), scores)
+
+
+def test_what_every_expert_computes_is_a_near_miss() -> None:
+    gm = capture(UserMoE(dense), torch.randn(2, 9, H).bfloat16())
+    found = find_matches(gm.graph)
+    assert found.matches == ()
+    assert {miss.packed_bytes for miss in found.near_misses} == {E * 2 * INNER * H // 2, E * H * INNER // 2}
+    assert all(miss.where.file.endswith("test_moe_forms.py") and miss.reason for miss in found.near_misses)
+
+
+def test_a_packed_dense_layer_is_a_near_miss() -> None:
+    class Dense(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("codes", torch.randint(0, 256, (INNER, H // 2), dtype=torch.uint8))
+            self.register_buffer("scale", torch.full((INNER, H // 32), 120, dtype=torch.uint8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ dequantize(self.codes, self.scale, None, MXFP4).T
+
+    (miss,) = find_matches(capture(Dense(), torch.randn(4, H).bfloat16()).graph).near_misses
+    assert "one weight" in miss.reason
+    assert miss.progress == 0
+
+
+def test_tokens_of_a_static_graph() -> None:
+    gm = capture(UserMoE(gathered), torch.randn(2, 9, H).bfloat16())
+    assert find_matches(gm.graph).matches[0].spec.num_tokens == TokenRange(18, 18)
