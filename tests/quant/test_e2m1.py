@@ -1,3 +1,5 @@
+"""e2m1 codes against the table of the standard: every code, every midpoint, every byte."""
+
 from __future__ import annotations
 
 import pytest
