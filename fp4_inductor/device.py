@@ -72,7 +72,7 @@ class DeviceInfo:
             capability=(properties.major, properties.minor),
             name=properties.name,
             sm_count=properties.multi_processor_count,
-            shared_memory=properties.shared_memory_per_block_optin,
+            shared_memory=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             libraries=_installed_libraries(),
         )
 

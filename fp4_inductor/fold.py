@@ -100,7 +100,7 @@ def _cut_recipe(node: fx.Node, index: dict[fx.Node, int]) -> Recipe | None:
         if member.op == "placeholder":
             env[member] = graph.placeholder(f"weight_{len(sources)}")
             sources.append(index[member])
-        elif member.op == "call_function":
+        elif not isinstance(member.target, str):
             args = fx.map_arg(member.args, env.__getitem__)
             kwargs = fx.map_arg(member.kwargs, env.__getitem__)
             env[member] = graph.call_function(member.target, args, kwargs)
