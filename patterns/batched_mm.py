@@ -6,8 +6,8 @@ from torch import fx
 
 from ..matching import NoMatch
 from .gemm import ExpertGemm, through_transposes
-from .graph_tools import aten, inputs, is_call, row_gather, same, shape, source, viewed
-from .rows import RowOrder
+from .graph_tools import aten, inputs, is_call, row_gather, same, shape, stage, viewed
+from .rows import slot_order
 
 NAME = "batched_mm"
 
@@ -35,8 +35,10 @@ def read_batched_mm(node: fx.Node) -> ExpertGemm:
     if len(shape(weight)) != 3:
         raise NoMatch("{} gathers from {} axes, not [E, N, K]", gathered.name, len(shape(weight)), node=gathered)
     weight, flipped_inside, inside = through_transposes(weight)
+    with stage(0.2):
+        order = slot_order(index, shape(weight)[0])
     nodes = outside | inside | {node, gathered}
-    return ExpertGemm(node, NAME, rows, weight, k_first ^ flipped ^ flipped_inside, RowOrder(source(index)), nodes)
+    return ExpertGemm(node, NAME, rows, weight, k_first ^ flipped ^ flipped_inside, order, nodes)
 
 
 def _through_views(node: fx.Node) -> tuple[fx.Node, bool, frozenset[fx.Node]]:

@@ -13,9 +13,11 @@ from ..spec import ActivationSpec, GateUpOrder, Operand
 from .activation import identify_activation
 from .combine import read_combine
 from .dequantize import identify
-from .gemm import ExpertGemm, Projection, with_bias
+from .gemm import ExpertGemm, Projection, read_projection
 from .graph_tools import dtype, numel, same, shape, source, stage
+from .masks import unmasked
 from .probing import cone
+from .rows import unbounded
 from .signature import Memo
 
 
@@ -30,6 +32,7 @@ class Block:
         order: how gate and up share the rows of w13.
         scalars: the activation's knobs that the graph takes at run time.
         output: ``[T, H]``.
+        masked: whether rows whose id is no expert's are zeroed on the way.
         explained: every node on the way of the activations that was read, views left out.
     """
 
@@ -45,6 +48,7 @@ class Block:
     order: GateUpOrder
     scalars: Mapping[Operand, fx.Node]
     output: fx.Node
+    masked: bool
     explained: frozenset[fx.Node]
 
     @property
@@ -71,11 +75,13 @@ def read_block(up: ExpertGemm, down: ExpertGemm, memo: Memo) -> Block:
         if (up.form, up.order) != (down.form, down.order):
             raise NoMatch("{} and {} do not run the same rows", up.node.name, down.node.name, node=down.node)
         ids = up.order.ids
-        top_k = _top_k(ids)
+        experts = up.sizes[0]
+        top_k = _top_k(ids, experts)
     with stage(0.4):
-        hidden = up.order.per_token(up.rows, top_k)
+        rows = unmasked(source(up.rows), up.order, experts)
+        hidden = up.order.per_token(rows or up.rows, top_k)
         gathered = cone([up.rows], [hidden, *up.order.nodes])
-        first, second = with_bias(up), with_bias(down)
+        first, second = read_projection(up), read_projection(down)
     with stage(0.5):
         w13, w2 = _packed(up, memo), _packed(down, memo)
         _check_sizes(w13, w2, hidden, up, top_k)
@@ -85,7 +91,7 @@ def read_block(up: ExpertGemm, down: ExpertGemm, memo: Memo) -> Block:
         scalars = dict(activation.scalars)
         between = cone([down.rows], [first.out, *scalars.values()])
     with stage(0.7):
-        combine = read_combine(second.out, down.order, top_k)
+        combine = read_combine(second.out, down.order, top_k, experts)
     explained = {*gathered, *first.nodes, *between, *second.nodes, *combine.nodes}
     return Block(
         hidden=hidden,
@@ -100,12 +106,13 @@ def read_block(up: ExpertGemm, down: ExpertGemm, memo: Memo) -> Block:
         order=activation.order,
         scalars=scalars,
         output=combine.output,
+        masked=rows is not None or first.masked or second.masked or combine.masked,
         explained=frozenset(explained),
     )
 
 
-def _top_k(ids: fx.Node) -> int:
-    sizes = shape(ids)
+def _top_k(ids: fx.Node, num_experts: object) -> int:
+    sizes = shape(unbounded(ids, num_experts))
     if len(sizes) < 2 or not isinstance(sizes[-1], int) or dtype(ids) not in (torch.int64, torch.int32):
         raise NoMatch("expert ids {} are not integers [T, k] with a constant k", ids.name, node=ids)
     return sizes[-1]

@@ -19,6 +19,7 @@ from .graph_tools import (
     dtype,
     inputs,
     is_call,
+    is_zero,
     numel,
     only_reader,
     readers,
@@ -29,6 +30,7 @@ from .graph_tools import (
     source,
     value,
 )
+from .masks import unmasked
 from .rows import RowOrder
 
 
@@ -40,11 +42,13 @@ class Combine:
         output: ``[T, H]``, the sum, or its cast where nobody else reads the sum.
         weights: routing weights, ``[T, k]`` or a view with as many elements, in the dtype they multiply in.
         nodes: the steps from rows to output, views left out.
+        masked: whether rows of no expert are zeroed on the way.
     """
 
     output: fx.Node
     weights: fx.Node
     nodes: frozenset[fx.Node]
+    masked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +58,22 @@ class _Rows:
     node: fx.Node
     order: RowOrder
     top_k: int
+    num_experts: object
     weights: fx.Node | None = None
     nodes: frozenset[fx.Node] = field(default_factory=frozenset)
+    masked: bool = False
 
     def after(self, node: fx.Node, *explained: fx.Node, **changes: object) -> _Rows:
         return replace(self, node=node, nodes=self.nodes | {node, *explained}, **changes)  # type: ignore[arg-type]
 
 
-def read_combine(rows: fx.Node, order: RowOrder, top_k: int) -> Combine:
+def read_combine(rows: fx.Node, order: RowOrder, top_k: int, num_experts: object) -> Combine:
     """Follow the rows ``[T*k, H]`` of the down GEMM to the block's output.
 
     Raises:
         NoMatch: a step that is no part of a combine; ``node`` is where.
     """
-    state = _Rows(rows, order, top_k)
+    state = _Rows(rows, order, top_k, num_experts)
     while not _is_whole(state):
         reader, shown = only_reader(state.node, "the down projection's rows")
         if is_call(reader, aten.mul.Tensor):
@@ -76,6 +82,8 @@ def read_combine(rows: fx.Node, order: RowOrder, top_k: int) -> Combine:
             state = _cast(state, reader)
         elif is_call(reader, aten.index.Tensor, aten.index_select.default):
             state = _restore(state, reader)
+        elif unmasked(reader, state.order, num_experts) is shown:
+            state = state.after(reader, masked=True)
         elif is_call(reader, aten.sum.dim_IntList):
             return _finish(_sum(state, reader, shown), reader)
         elif is_call(reader, aten.index_put.default, aten.index_add.default):
@@ -159,17 +167,11 @@ def _scatter(state: _Rows, reader: fx.Node) -> _Rows:
         adds, index = args["dim"] in (0, -2) and args["alpha"] == 1, args["index"]
     else:
         adds, index = args["accumulate"] and len(args["indices"]) == 1, args["indices"][0]
-    if not adds or not isinstance(index, fx.Node) or not _is_zero(source(args["self"])):
+    if not adds or not isinstance(index, fx.Node) or not is_zero(source(args["self"])):
         raise NoMatch("{} does not add rows into zeros", reader.name, node=reader)
     if not state.order.holds_tokens(index, state.top_k):
         raise NoMatch("{} does not add each row to its token", reader.name, node=reader)
     return state.after(reader)
-
-
-def _is_zero(node: fx.Node) -> bool:
-    if is_call(node, aten.full.default, aten.full_like.default):
-        return bool(arguments(node)["fill_value"] == 0)
-    return is_call(node, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 def _contract(state: _Rows, reader: fx.Node, shown: fx.Node) -> _Rows:
@@ -189,7 +191,7 @@ def _finish(state: _Rows, total: fx.Node) -> Combine:
     found = readers(total)
     if len(found) == 1 and is_call(found[0][0], CAST) and dtype(found[0][0]) in _NARROW:
         output = found[0][0]
-    return Combine(output, weights, state.nodes | {output})
+    return Combine(output, weights, state.nodes | {output}, state.masked)
 
 
 _NARROW = (torch.bfloat16, torch.float16)

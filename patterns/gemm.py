@@ -22,6 +22,7 @@ from .graph_tools import (
     swaps_last_two,
     viewed,
 )
+from .masks import unmasked
 from .rows import RowOrder
 
 
@@ -58,15 +59,17 @@ class Projection:
     """An expert GEMM with its bias.
 
     Attributes:
-        out: the result ``[T*k, N]``, bias added, bias added; a view that every reader goes through.
+        out: the result ``[T*k, N]``, bias added, rows of no expert masked; a view that every reader goes through.
         bias: ``[E, N]``, or None.
         nodes: the steps from GEMM to ``out``, views left out.
+        masked: whether rows of no expert are zeroed.
     """
 
     gemm: ExpertGemm
     out: fx.Node
     bias: fx.Node | None
     nodes: frozenset[fx.Node]
+    masked: bool = False
 
 
 def through_transposes(node: fx.Node) -> tuple[fx.Node, bool, frozenset[fx.Node]]:
@@ -79,20 +82,30 @@ def through_transposes(node: fx.Node) -> tuple[fx.Node, bool, frozenset[fx.Node]
     return node, len(passed) % 2 == 1, frozenset(passed)
 
 
-def with_bias(gemm: ExpertGemm) -> Projection:
-    """The GEMM with the experts' bias that is added to its rows, if there is one.
+def read_projection(gemm: ExpertGemm) -> Projection:
+    """The GEMM with the experts' bias that is added to its rows and the mask over the sum, where there are any.
 
     Raises:
-        NoMatch: something is added that is no bias of the row's expert.
+        NoMatch: something is added that is no bias of the row's expert, or other rows are masked.
     """
+    out, bias, nodes = _with_bias(gemm)
+    found = readers(out)
+    if len(found) == 1 and unmasked(found[0][0], gemm.order, gemm.sizes[0]) is found[0][1]:
+        mask = found[0][0]
+        return Projection(gemm, settled(mask), bias, nodes | {mask}, masked=True)
+    return Projection(gemm, settled(out), bias, nodes)
+
+
+def _with_bias(gemm: ExpertGemm) -> tuple[fx.Node, fx.Node | None, frozenset[fx.Node]]:
+    """The rows with their bias, the bias ``[E, N]`` if there is one, and the nodes up to there."""
     found = readers(gemm.node)
     if len(found) != 1 or not is_call(found[0][0], aten.add.Tensor):
-        return Projection(gemm, settled(gemm.node), None, gemm.nodes)
+        return gemm.node, None, gemm.nodes
     add, shown = found[0]
     left, right, alpha = inputs(add, "self", "other", "alpha")
     addend = right if left is shown else left
     if not isinstance(addend, fx.Node) or alpha != 1:
-        return Projection(gemm, settled(gemm.node), None, gemm.nodes)
+        return gemm.node, None, gemm.nodes
     read = source(addend)
     nodes = {add, read}
     if is_call(read, CAST) and dtype(read).is_floating_point:
@@ -102,12 +115,12 @@ def with_bias(gemm: ExpertGemm) -> Projection:
     if gather is None:
         raise NoMatch("{} adds {} to the rows of {}, which is no bias", add.name, read.name, gemm.node.name, node=add)
     bias, index = gather
-    if not gemm.order.holds_experts(index):
-        raise NoMatch("the bias {} is not gathered by the experts of the rows", bias.name, node=read)
     experts, rows, _ = gemm.sizes
+    if not gemm.order.holds_experts(index, experts):
+        raise NoMatch("the bias {} is not gathered by the experts of the rows", bias.name, node=read)
     if len(shape(bias)) != 2 or not same(shape(bias)[0], experts) or not same(shape(bias)[1], rows):
         raise NoMatch("the bias {} is not [E, N]", bias.name, node=bias)
-    return Projection(gemm, settled(add), bias, gemm.nodes | nodes)
+    return add, bias, gemm.nodes | nodes
 
 
 def settled(node: fx.Node) -> fx.Node:

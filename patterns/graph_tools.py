@@ -229,6 +229,17 @@ def is_iota(node: fx.Node, length: int | torch.SymInt) -> bool:
     return False
 
 
+def is_zero(arg: object) -> bool:
+    """Whether an argument is zero, or a tensor of nothing but zeros that the graph makes."""
+    if is_call(arg, aten.full.default, aten.full_like.default):
+        return bool(arguments(arg)["fill_value"] == 0)  # type: ignore[arg-type]
+    if is_call(arg, aten.scalar_tensor.default):
+        return bool(arguments(arg)["s"] == 0)  # type: ignore[arg-type]
+    if isinstance(arg, int | float):
+        return arg == 0
+    return is_call(arg, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+
+
 def is_size(node: fx.Node) -> bool:
     """Whether a node computes a size and not a tensor."""
     return isinstance(value(node), int | torch.SymInt | torch.SymBool | bool)

@@ -31,7 +31,7 @@ class Regime:
 
     amplitude: float
     weights: Literal["usual", "tiny", "signed"]
-    ids: Literal["distinct", "crowded"]
+    ids: Literal["distinct", "crowded", "outside"]
 
 
 REGIMES = (
@@ -40,6 +40,8 @@ REGIMES = (
     Regime(12.0, "signed", "distinct"),
     Regime(100.0, "usual", "crowded"),
 )
+MASKED = (Regime(1.0, "signed", "outside"), Regime(12.0, "usual", "outside"))
+"""Also tried where a graph zeroes the rows of no expert."""
 
 
 def prove(block: Block, memo: Memo) -> None:
@@ -54,12 +56,12 @@ def prove(block: Block, memo: Memo) -> None:
     small = miniature(block.output, block.feeds, sizes, symbols)
     nodes = cone([small.output], ())
     names = tuple(node.name for node in nodes if node.op == "placeholder")
-    read = (block.activation, block.order, block.up.gemm.k_first, block.down.gemm.k_first)
+    read = (block.activation, block.order, block.up.gemm.k_first, block.down.gemm.k_first, block.masked)
     memo.get(("block", signature(nodes), names, read), lambda: _prove(block, small))
 
 
 def _prove(block: Block, small: Miniature) -> bool:
-    for seed, regime in enumerate(REGIMES):
+    for seed, regime in enumerate((*REGIMES, *(MASKED if block.masked else ()))):
         for scale in (1.0, 0.25) if block.scalars else (1.0,):
             _compare(block, small, regime, scale, seed)
     return True
@@ -105,12 +107,20 @@ def _values(block: Block, sizes: Sizes, regime: Regime, scale: float, seed: int)
 
 
 def _ids(regime: Regime, tokens: int, sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
-    """Ids ``[T, k]``; "crowded" sends many rows to one expert and none to some others."""
+    """Ids ``[T, k]``; "crowded" sends many rows to one expert and none to some others, "outside" some to no expert."""
     scores = torch.rand(tokens, sizes.experts, generator=generator)
     if regime.ids == "crowded":
         scores[:, sizes.experts // 2] += 1
         scores[:, 0] -= 1
-    return scores.topk(sizes.top_k, dim=-1).indices
+    ids = scores.topk(sizes.top_k, dim=-1).indices
+    if regime.ids == "outside":
+        dropped = torch.rand(ids.shape, generator=generator) < 0.4
+        dropped[0, :1], dropped[0, 1:] = False, True
+        dropped[1:2] = True  # a token that no expert serves
+        beyond = torch.randint(sizes.experts, 2 * sizes.experts + 1, ids.shape, generator=generator)
+        beyond[0] = sizes.experts
+        ids = torch.where(dropped, beyond, ids)
+    return ids
 
 
 def _weights(regime: Regime, normal: torch.Tensor) -> torch.Tensor:
@@ -138,7 +148,7 @@ def _with_scalars(activation: ActivationSpec, values: Mapping[Operand, torch.Ten
 
 
 def mixture(values: Mapping[Operand, torch.Tensor], activation: ActivationSpec, block: Block) -> torch.Tensor:
-    """A mixture of experts, every slot's product written out.
+    """A mixture of experts, every slot's product written out; slots with ids beyond the last expert's add nothing.
 
     Args:
         values: hidden ``[T, H]``, ids and weights ``[T, k]``, W13 ``[E, N, H]``, W2 ``[E, H, I]``, biases
@@ -148,6 +158,9 @@ def mixture(values: Mapping[Operand, torch.Tensor], activation: ActivationSpec, 
         ``[T, H]`` in the dtype of the values.
     """
     ids = values[Operand.TOPK_IDS].long()
+    served = ids < block.w13.shape[0]
+    weights = values[Operand.TOPK_WEIGHTS].where(served, 0)
+    ids = ids.where(served, 0)
     gate_up = torch.einsum("tknh,th->tkn", values[Operand.W13][ids], values[Operand.HIDDEN])
     if Operand.W13_BIAS in values:
         gate_up = gate_up + values[Operand.W13_BIAS][ids]
@@ -155,4 +168,4 @@ def mixture(values: Mapping[Operand, torch.Tensor], activation: ActivationSpec, 
     out = torch.einsum("tkhi,tki->tkh", values[Operand.W2][ids], inner)
     if Operand.W2_BIAS in values:
         out = out + values[Operand.W2_BIAS][ids]
-    return (out * values[Operand.TOPK_WEIGHTS].unsqueeze(-1)).sum(dim=1)
+    return (out * weights.unsqueeze(-1)).sum(dim=1)

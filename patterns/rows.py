@@ -18,6 +18,7 @@ from .graph_tools import (
     arguments,
     aten,
     dtype,
+    inputs,
     is_call,
     is_floor_division,
     is_iota,
@@ -50,12 +51,20 @@ class RowOrder:
     def nodes(self) -> tuple[fx.Node, ...]:
         return tuple(node for node in (self.ids, self.perm, self.sorted_ids) if node is not None)
 
-    def holds_experts(self, node: fx.Node) -> bool:
-        """Whether ``node`` is the expert of each row."""
+    def holds_ids(self, node: fx.Node) -> bool:
+        """Whether ``node`` is the expert id of each row as the router gives it."""
         node = source(node)
         if self.perm is None:
             return node is self.ids
         return node is self.sorted_ids or self._by_perm(node) is self.ids
+
+    def holds_experts(self, node: fx.Node, num_experts: object) -> bool:
+        """Whether ``node`` is the expert of each row, to look up something by: ids of no expert may be brought inside.
+
+        Raises:
+            NoMatch: ids of an expert are changed too.
+        """
+        return self.holds_ids(node) or self.holds_ids(unbounded(node, num_experts))
 
     def per_slot(self, node: fx.Node) -> fx.Node:
         """The per-slot values, behind views, that ``node`` holds in row order.
@@ -194,6 +203,45 @@ def _result(sort: fx.Node, item: int) -> fx.Node | None:
 
 
 _SORTS = (aten.sort.default, aten.sort.stable)
+
+
+def slot_order(index: fx.Node, num_experts: object) -> RowOrder:
+    """Slot order, from what experts are looked up by.
+
+    Bounds around ids that are always inside are left out. Any others are part of the ids: a slot whose
+    id they change does have that expert.
+
+    Raises:
+        NoMatch: the bounds are others than ``[0, E)``.
+    """
+    ids = unbounded(index, num_experts)
+    return RowOrder(ids if _is_choice(ids, num_experts) else source(index))
+
+
+def unbounded(node: fx.Node, num_experts: object) -> fx.Node:
+    """The expert ids behind views and behind bounds that change no id of an expert.
+
+    Raises:
+        NoMatch: a bound that does, or that leaves ids beyond the last expert.
+    """
+    node = source(node)
+    while is_call(node, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default):
+        args = arguments(node)
+        low, high = args.get("min"), args.get("max")
+        inside = low is None or (isinstance(low, int) and low <= 0)
+        if not inside or not (high is None or (isinstance(high, int) and same(high + 1, num_experts))):
+            raise NoMatch("{} bounds ids by others than those of {} experts", node.name, num_experts, node=node)
+        node = source(args["self"])
+    return node
+
+
+def _is_choice(ids: fx.Node, num_experts: object) -> bool:
+    """Whether ``ids`` are the indices of a top-k over all experts, and so never outside."""
+    if not is_call(ids, operator.getitem) or ids.args[1] != 1 or not is_call(ids.args[0], aten.topk.default):
+        return False
+    assert isinstance(ids.args[0], fx.Node)
+    scores, dim = inputs(ids.args[0], "self", "dim")
+    return same(shape(scores)[dim], num_experts)
 
 
 def order_from_counts(counted: fx.Node) -> RowOrder:
