@@ -262,6 +262,15 @@ def _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M: tl.co
 
 
 @triton.jit
+def _scale_and_bias(acc, row_scale, bias, rows, HAS_BIAS: tl.constexpr):
+    """An accumulator [n, m] times the factors of its weight rows, plus their bias."""
+    acc *= tl.load(row_scale + rows)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + rows).to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit
 def gate_up_kernel(
     hidden,  # [T, H]
     words,  # int16 [E, R, G, 64, 16]; gated: gate tiles and up tiles are the halves of R
@@ -310,6 +319,8 @@ def gate_up_kernel(
     n = first_row + tl.arange(0, BLOCK_N)
     gate_row = I if GATED and UP_FIRST else 0
     up_row = I - gate_row
+    gate_first, gate_end = gate_row + first_row, gate_row + I
+    up_first, up_end = up_row + first_row, up_row + I
     N = I * 2 if GATED else I
     groups = tl.cdiv(H, _GROUP)
     words += expert * (N * groups * _PLANE)
@@ -321,35 +332,14 @@ def gate_up_kernel(
     first, end = _split_range(H, split, BLOCK_K, SPLIT_K)
     for k in range(first, end, BLOCK_K):
         x = _load_tokens(tokens, k, H, BLOCK_K, WHOLE)
+        group = k // _GROUP
         w = _load_weights(
-            words,
-            scales,
-            gate_row + first_row,
-            gate_row + I,
-            k // _GROUP,
-            groups,
-            BLOCK_N,
-            BLOCK_K,
-            WHOLE,
-            E4M3,
-            DTYPE,
-            INTERPRETED,
+            words, scales, gate_first, gate_end, group, groups, BLOCK_N, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED
         )
         gate = _dot(w, x, gate, INTERPRETED)
         if GATED:
             w = _load_weights(
-                words,
-                scales,
-                up_row + first_row,
-                up_row + I,
-                k // _GROUP,
-                groups,
-                BLOCK_N,
-                BLOCK_K,
-                WHOLE,
-                E4M3,
-                DTYPE,
-                INTERPRETED,
+                words, scales, up_first, up_end, group, groups, BLOCK_N, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED
             )
             up = _dot(w, x, up, INTERPRETED)
     if SPLIT_K > 1:
@@ -364,15 +354,9 @@ def gate_up_kernel(
 
     row_scale += expert * N
     bias += expert * N
-    gate_rows = gate_row + tl.minimum(n, I - 1)
-    up_rows = up_row + tl.minimum(n, I - 1)
-    gate *= tl.load(row_scale + gate_rows)[:, None]
-    if HAS_BIAS:
-        gate += tl.load(bias + gate_rows).to(tl.float32)[:, None]
+    gate = _scale_and_bias(gate, row_scale, bias, gate_row + tl.minimum(n, I - 1), HAS_BIAS)
     if GATED:
-        up *= tl.load(row_scale + up_rows)[:, None]
-        if HAS_BIAS:
-            up += tl.load(bias + up_rows).to(tl.float32)[:, None]
+        up = _scale_and_bias(up, row_scale, bias, up_row + tl.minimum(n, I - 1), HAS_BIAS)
         if HAS_LIMIT:
             gate = tl.minimum(gate, limit)
             up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -444,9 +428,7 @@ def down_kernel(
         acc = _sum_parts(parts, block, BLOCK_N, BLOCK_M, SPLIT_K)
 
     n_read = tl.minimum(n, H - 1)
-    acc *= tl.load(row_scale + expert * N + n_read)[:, None]
-    if HAS_BIAS:
-        acc += tl.load(bias + expert * H + n_read).to(tl.float32)[:, None]
+    acc = _scale_and_bias(acc, row_scale + expert * N, bias + expert * H, n_read, HAS_BIAS)
     acc *= tl.load(topk_weights + pair).to(tl.float32)[None, :]
     pointers = y + pair.to(tl.int64)[None, :] * H + n[:, None]
     tl.store(pointers, _cast(acc, y.dtype.element_ty, INTERPRETED), mask=(n < H)[:, None] & valid[None, :])

@@ -1,0 +1,179 @@
+"""Ways to write the dequantisation of FP4 weights, and graphs that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+E, N, K = 5, 48, 96
+LUT = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+Tensor = torch.Tensor
+
+
+def name_of(value: object) -> str | None:
+    return getattr(value, "__name__", None)
+
+
+def lut_codes(codes: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    table = torch.tensor(LUT, dtype=dtype)
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1)
+    return table[nibbles.int()].reshape(*codes.shape[:-1], -1)
+
+
+def slice_assigned_codes(codes: Tensor) -> Tensor:
+    table = torch.tensor(LUT, dtype=torch.bfloat16)
+    out = torch.empty(*codes.shape[:-1], codes.shape[-1] * 2, dtype=torch.bfloat16)
+    out[..., 0::2] = table[(codes & 15).long()]
+    out[..., 1::2] = table[(codes >> 4).long()]
+    return out
+
+
+def bit_codes(codes: Tensor) -> Tensor:
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).reshape(*codes.shape[:-1], -1).to(torch.int32)
+    exponent, mantissa = (nibbles >> 1) & 3, nibbles & 1
+    normal = ((exponent + 126) << 23) | (mantissa << 22)
+    subnormal = mantissa * (126 << 23)
+    bits = torch.where(exponent == 0, subnormal, normal) | ((nibbles & 8) << 28)
+    return bits.view(torch.float32)
+
+
+def masked_codes(codes: Tensor) -> Tensor:
+    """The way torchao writes it: constants put where masks say, then bits shifted into place."""
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).reshape(*codes.shape[:-1], -1)
+    sign, magnitude = nibbles & 8, nibbles & 7
+    wide = magnitude.to(torch.int32)
+    result = (((wide >> 1) - 1 + 127) << 23) | ((wide & 1) << 22)
+    result[magnitude == 0] = 0
+    result[magnitude == 1] = 126 << 23
+    return (result | (sign.to(torch.int32) << 28)).view(torch.float32)
+
+
+def blockwise(values: Tensor, scale: Tensor) -> Tensor:
+    """Multiply blocks of K by their scales ``[E, N, G]``."""
+    return (values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+
+
+def exp2_scale(bits: Tensor, bias: int = 127) -> Tensor:
+    return torch.exp2(bits.float() - bias)
+
+
+def mx_exp2(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), exp2_scale(scale).to(torch.bfloat16))
+
+
+def mx_ldexp(codes: Tensor, scale: Tensor) -> Tensor:
+    exponent = scale.to(torch.int32)[..., None] - 127
+    return torch.ldexp(lut_codes(codes).unflatten(-1, (scale.shape[-1], -1)), exponent).flatten(-2)
+
+
+def mx_view(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), scale.view(torch.float8_e8m0fnu).to(torch.bfloat16))
+
+
+def mx_shift(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(slice_assigned_codes(codes), (scale.to(torch.int16) << 7).view(torch.bfloat16))
+
+
+def mx_bits(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(bit_codes(codes), exp2_scale(scale)).to(torch.bfloat16)
+
+
+def mx_masked(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(masked_codes(codes), exp2_scale(scale)).to(torch.bfloat16)
+
+
+def mx_float16(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes, torch.float16), exp2_scale(scale).to(torch.float16))
+
+
+def mx_transposed(codes: Tensor, scale: Tensor) -> Tensor:
+    return mx_exp2(codes, scale).mT.contiguous()
+
+
+def mx_rank4(codes: Tensor, scale: Tensor) -> Tensor:
+    """transformers' gpt-oss decode of blocks ``[E, N, G, 16]``, rows flattened, output ``[E, K, N]``."""
+    table = torch.tensor(LUT, dtype=torch.bfloat16)
+    *prefix, groups, half = codes.shape
+    rows = codes.reshape(-1, half)
+    exponent = (scale.to(torch.int32) - 127).reshape(-1, 1)
+    out = torch.empty(rows.shape[0], 2 * half, dtype=torch.bfloat16)
+    out[:, 0::2] = table[(rows & 15).to(torch.long)]
+    out[:, 1::2] = table[(rows >> 4).to(torch.long)]
+    return torch.ldexp(out, exponent).reshape(*prefix, groups * half * 2).transpose(1, 2).contiguous()
+
+
+def nv(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes, torch.float32), scale.float() * gs[:, None, None]).to(torch.bfloat16)
+
+
+def nv_global_last(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return (blockwise(bit_codes(codes), scale.float()) * gs.reshape(-1, 1, 1)).to(torch.bfloat16)
+
+
+def nv_bfloat16(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    factor = scale.to(torch.bfloat16) * gs.to(torch.bfloat16)[:, None, None]
+    return blockwise(lut_codes(codes), factor)
+
+
+def nv_float32(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes, torch.float32), scale.float() * gs[:, None, None])
+
+
+def nv_scalar(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes, torch.float32), scale.float() * gs).to(torch.bfloat16)
+
+
+def nv_rows(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes, torch.float32), scale.float() * gs[..., None]).to(torch.bfloat16)
+
+
+def nv_byte_scale(codes: Tensor, scale: Tensor, gs: Tensor) -> Tensor:
+    return nv(codes, scale.view(torch.float8_e4m3fn), gs)
+
+
+def nv_no_global(codes: Tensor, scale: Tensor) -> Tensor:
+    return blockwise(lut_codes(codes), scale.to(torch.bfloat16))
+
+
+BYTES, E4M3 = torch.uint8, torch.float8_e4m3fn
+
+
+def roots(fmt: str, *, global_shape: tuple[int, ...] | None = None, scale_dtype: torch.dtype | None = None,
+          block: int | None = None, codes_dtype: torch.dtype = BYTES, rank4: bool = False) -> list[Tensor]:  # fmt: skip
+    block = block or (32 if fmt == "mx" else 16)
+    codes = torch.randint(0, 256, (E, N, K // 2), dtype=torch.uint8).view(codes_dtype)
+    scale = torch.randint(110, 126, (E, N, K // block), dtype=torch.uint8)
+    scale = scale.view(scale_dtype or (BYTES if fmt == "mx" else E4M3))
+    made = [codes.reshape(E, N, -1, 16) if rank4 else codes, scale]
+    return made if global_shape is None else [*made, torch.rand(global_shape) + 0.5]
+
+
+def traced(fn: Callable[..., Tensor], inputs: list[Tensor]) -> fx.Node:
+    """The weight node in a graph of plain ATen, as make_fx leaves it."""
+    graph = make_fx(torch.func.functionalize(fn, remove="mutations_and_views"), tracing_mode="fake")(*inputs)
+    (result,) = next(iter(reversed(graph.graph.nodes))).args
+    assert isinstance(result, fx.Node)
+    return result
+
+
+class Holder(nn.Module):
+    """Multiplies by a dequantised weight, so that compilation has a GEMM to feed."""
+
+    def __init__(self, fn: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+        for name, value in zip(("codes", "scale", "gs"), inputs, strict=False):
+            self.register_buffer(name, value)
+        self.count = len(inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.fn(*(getattr(self, name) for name in ("codes", "scale", "gs")[: self.count]))
+        return torch.bmm(x, weight.mT if weight.shape[-1] == K else weight)
+
+
+def gemm_weight(graph: fx.GraphModule) -> fx.Node:
+    (gemm,) = (node for node in graph.graph.nodes if node.target is torch.ops.aten.bmm.default)
+    return gemm.args[1]
