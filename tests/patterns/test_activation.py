@@ -347,7 +347,7 @@ class Hf:
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
         experts = GptOssExperts.__new__(GptOssExperts)
-        experts.__dict__.update(alpha=1.702, limit=7.0)
+        experts.alpha, experts.limit = 1.702, 7.0
         return GptOssExperts._apply_gate(experts, x)
 
 
