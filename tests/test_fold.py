@@ -76,6 +76,12 @@ def check(compiled: Callable[..., torch.Tensor], layer: Layer, x: torch.Tensor) 
         torch.testing.assert_close(compiled(x), x @ layer.weight.t())
 
 
+def newest_prepared() -> torch.Tensor:
+    value = next(reversed(PREPARED_WEIGHTS._entries.values())).value
+    assert value is not None
+    return value
+
+
 def test_relayout_runs_once_and_leaves_the_graph() -> None:
     layer = Layer()
     compiled = torch.compile(layer, backend=folding_backend)
@@ -138,21 +144,20 @@ def test_a_stale_copy_is_freed_before_the_new_one_is_made() -> None:
     layer = Layer()
     compiled = torch.compile(layer, backend=folding_backend)
     check(compiled, layer, torch.randn(5, 4))
-    (entry,) = PREPARED_WEIGHTS._entries.values()
-    watched.append(weakref.ref(entry.value))
-    del entry
+    watched.append(weakref.ref(newest_prepared()))
     layer.weight.add_(1)
     check(compiled, layer, torch.randn(5, 4))
     assert runs == [[], [False]]
 
 
 def test_deleting_the_model_frees_the_prepared_weight_though_the_code_lives() -> None:
+    gc.collect()  # models of earlier tests
     before = len(PREPARED_WEIGHTS)
     layer = Layer()
     compiled = torch.compile(layer, backend=folding_backend)
     check(compiled, layer, torch.randn(5, 4))
     assert len(PREPARED_WEIGHTS) == before + 1
-    prepared = weakref.ref(next(reversed(PREPARED_WEIGHTS._entries.values())).value)
+    prepared = weakref.ref(newest_prepared())
     del layer, compiled
     gc.collect()
     assert prepared() is None
