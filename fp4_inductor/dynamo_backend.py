@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from .device import DeviceInfo
-from .fold import FoldedCall, fold
-from .lowering_pass import Lowering, lower
+from .lowering_pass import Lowering, fold_and_compile, lower
 from .options import Options, split_options
 from .report import LoweringReport, dump_graph, dump_report
 
@@ -129,11 +128,9 @@ def _inner_compile(
         return make_boxed_func(as_written.forward)
     if lowering is None or not lowering.report.num_lowered:
         return compile_inner(gm, example_inputs, **kwargs)
-    folding = fold(gm, example_inputs, kwargs.get("static_input_idxs", ()))
-    dump_graph("FP4MOE AFTER", gm)
-    kwargs["static_input_idxs"] = list(folding.static_input_idxs)
-    compiled = compile_inner(gm, list(folding.example_inputs), **kwargs)
-    return FoldedCall(folding, compiled, first_call=lowering.verification)
+    static_input_idxs = kwargs.pop("static_input_idxs", ())
+    compile_graph = functools.partial(compile_inner, **kwargs)
+    return fold_and_compile(gm, example_inputs, static_input_idxs, lowering, compile_graph)
 
 
 def _lower(gm: fx.GraphModule, options: Options, device: DeviceInfo | None) -> Lowering:

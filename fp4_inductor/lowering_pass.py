@@ -1,15 +1,23 @@
-"""The whole way of a graph on one screen: match, describe, select, re-layout and emit, fold, report.
+"""The whole way of a graph on one screen.
 
-    fx.Graph ─match→ Match(MoESpec) ─select→ Selection(KernelPlan) ─emit→ fx nodes ─fold→ prepared weights
+    match      fx.Graph → Match             matching.find_matches, patterns/
+    describe   Match → MoESpec              Match.spec: the only thing that kernel backends see
+    select     MoESpec → KernelPlan         select.select, backends/
+    re-layout  KernelPlan → Prepared        layouts/, as pure torch functions
+    emit       KernelPlan → fx nodes        emit.emit_plan
+    fold       fx nodes → prepared weights  fold.fold
+    compile    fx.Graph → callable          Inductor
+    report     all of it → LoweringReport   report
 
-Inductor compiles what comes out. The doors (``dynamo_backend``, ``post_grad_pass``, ``_explain``)
-only decide when this runs and what happens with the folded weights.
+``lower`` rewrites a graph; ``fold_and_compile`` turns it into something to call. The doors
+(``dynamo_backend``, ``post_grad_pass``, ``_explain``) only decide when.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -17,9 +25,10 @@ from torch import fx
 from .device import DeviceInfo
 from .emit import Emitted, emit_plan
 from .errors import UnmatchedError
+from .fold import FoldedCall, fold
 from .matching import Match, Recognition, find_matches
 from .options import Options
-from .report import LoweringReport, SiteReport, log_report
+from .report import LoweringReport, SiteReport, dump_graph, log_report
 from .select import Selection, select
 from .spec import Operand
 from .verify import Verification
@@ -55,6 +64,30 @@ def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None) -
     report = _report(graph, found, rewrites, device)
     log_report(report)
     return Lowering(report, verification)
+
+
+def fold_and_compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    static_input_idxs: Iterable[int],
+    lowering: Lowering,
+    compile_graph: Callable[..., Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Take the re-layouts out of a lowered graph and compile the rest.
+
+    Args:
+        example_inputs: fake inputs, in placeholder order.
+        static_input_idxs: inputs whose storage outlives the call.
+        compile_graph: called with the graph, its inputs and ``static_input_idxs``.
+
+    Returns:
+        A boxed callable with the arguments of ``gm`` as it came.
+    """
+    folding = fold(gm, example_inputs, static_input_idxs)
+    dump_graph("FP4MOE AFTER", gm)
+    static = list(folding.static_input_idxs)
+    compiled = compile_graph(gm, list(folding.example_inputs), static_input_idxs=static)
+    return FoldedCall(folding, compiled, first_call=lowering.verification)
 
 
 Rewrite: TypeAlias = "tuple[Match, Selection, Emitted | None]"
