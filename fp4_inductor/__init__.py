@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .errors import InvalidOptionError as InvalidOptionError
     from .errors import NoBackendError as NoBackendError
     from .errors import QuantizationError as QuantizationError
-    from .errors import ReleasedWeightError as ReleasedWeightError
     from .errors import UnknownNameError as UnknownNameError
     from .errors import UnmatchedError as UnmatchedError
     from .errors import VerificationError as VerificationError
@@ -39,7 +38,6 @@ _HOMES = {
     "InvalidOptionError": "errors",
     "NoBackendError": "errors",
     "QuantizationError": "errors",
-    "ReleasedWeightError": "errors",
     "UnknownNameError": "errors",
     "UnmatchedError": "errors",
     "VerificationError": "errors",

@@ -56,7 +56,3 @@ class UnmatchedError(Fp4InductorError, RuntimeError):
 
 class VerificationError(Fp4InductorError, RuntimeError):
     """A fused op and the graph it replaced disagree."""
-
-
-class ReleasedWeightError(Fp4InductorError, RuntimeError):
-    """A weight was needed whose bytes were released after preparation."""

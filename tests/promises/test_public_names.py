@@ -17,7 +17,6 @@ ERRORS = {
     "InvalidOptionError",
     "NoBackendError",
     "QuantizationError",
-    "ReleasedWeightError",
     "UnknownNameError",
     "UnmatchedError",
     "VerificationError",
