@@ -46,8 +46,7 @@ class _Misses:
         return tuple(self._near_miss(root) for root in roots)
 
     def _near_miss(self, root: fx.Node) -> NearMiss:
-        nowhere = NoMatch("no GEMM that could be an expert's reads it")
-        pattern, miss, gemm = self.by_root.get(root, ("none", nowhere, next(iter(root.users))))
+        pattern, miss, gemm = self.by_root.get(root) or ("none", _no_gemm(root), next(iter(root.users)))
         where = location(miss.node) if miss.node is not None else location(gemm)
         val = tensor(root)
         assert val is not None
@@ -61,10 +60,30 @@ class _Misses:
         )
 
 
+def _no_gemm(root: fx.Node) -> NoMatch:
+    """Why no GEMM was found behind a packed weight."""
+    seen = {root}
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        for reader in node.users:
+            if reader.op == "output" and tensor(node) is not None and same(numel(node), 2 * numel(root)):
+                return NoMatch("its values leave the graph before a GEMM: a graph break, as in a loop over experts")
+            if reader not in seen:
+                seen.add(reader)
+                pending.append(reader)
+    return NoMatch("no GEMM that could be an expert's reads it")
+
+
 def search(graph: fx.Graph) -> Recognition:
-    """Every block in graph order, and a near miss for every packed weight that no block reads."""
+    """Every block in graph order, and a near miss for every packed weight that no block reads.
+
+    A block without tokens computes nothing: it is neither.
+    """
     roots = packed_roots(graph)
-    reads = packed_gemms(graph, roots)
+    every = packed_gemms(graph, roots)
+    reads = {gemm: found for gemm, found in every.items() if not same(numel(gemm), 0)}
+    idle = frozenset().union(*every.values()).difference(*reads.values())
     misses, memo = _Misses(), Memo()
     gemms = _read_gemms(reads, misses)
     matches: list[Match] = []
@@ -80,7 +99,7 @@ def search(graph: fx.Graph) -> Recognition:
     matched = {node for match in matches for node in match.operands.values()}
     order = {node: place for place, node in enumerate(graph.nodes)}
     matches.sort(key=lambda match: order[match.output])
-    return Recognition(tuple(matches), misses.report(root for root in roots if root not in matched))
+    return Recognition(tuple(matches), misses.report(root for root in roots if root not in matched | idle))
 
 
 def _read_gemms(reads: dict[fx.Node, frozenset[fx.Node]], misses: _Misses) -> dict[fx.Node, ExpertGemm]:

@@ -139,6 +139,15 @@ def test_training_graphs_are_left_alone_and_said_once(caplog: pytest.LogCaptureF
     assert count_lowered(caplog) == 0
 
 
+def test_an_empty_batch_between_others() -> None:
+    model = MoEStack(packed())
+    compiled = torch.compile(model, backend="fp4moe", dynamic=True, options=WHOLE)
+    with torch.no_grad():
+        for tokens in (0, 7, 0):
+            hidden = hidden_states(tokens)
+            torch.testing.assert_close(compiled(hidden), model(hidden), rtol=0.05, atol=0.05)
+
+
 def test_option_errors_reach_the_user() -> None:
     model = MoEStack(packed())
     with torch.no_grad():

@@ -121,6 +121,13 @@ def test_one_token(family: str, form: str, level: Level) -> None:
     assert all(error_of(gm, match) < TOLERANCE for match in found.matches)
 
 
+@pytest.mark.parametrize(("form", "level"), [("grouped_mm", "post_grad"), ("batched_mm", "inner")])
+def test_no_tokens(form: str, level: Level) -> None:
+    """Nothing is computed, so nothing is found and nothing is missed."""
+    found = find_matches(moe_graph("qwen3_moe", form, tokens=0, level=level).graph)
+    assert (found.matches, found.near_misses) == ((), ())
+
+
 @pytest.mark.slow
 def test_a_whole_model_with_dynamic_tokens() -> None:
     model = pack_experts(tiny_model("gpt_oss", experts_implementation="grouped_mm"), "mxfp4")
