@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .device import DeviceInfo
+from .errors import Fp4InductorError
 from .options import Options, split_options
 from .report import LoweringReport
 
@@ -22,7 +23,8 @@ def explain(
 ) -> LoweringReport:
     """Trace ``model(*args, **kwargs)`` once and report what the ``fp4moe`` backend makes of it.
 
-    The graphs run as written (no kernel is compiled), so a model may be explained on a CPU for a GPU.
+    The graphs run as written (no kernel is compiled), so a model may be explained on a CPU for a GPU, and a
+    model too large for this machine on the meta device.
 
     Args:
         model: module or function, uncompiled.
@@ -35,8 +37,11 @@ def explain(
         take ``to_json()``.
 
     Raises:
-        UnknownNameError: unknown device or option.
+        UnknownNameError: unknown device, option or backend.
+        NoBackendError, UnmatchedError: a wish in ``options`` that cannot be met.
     """
+    from torch._dynamo.exc import BackendCompilerFailed
+
     from .dynamo_backend import compile_with
 
     target = DeviceInfo.parse(device) if isinstance(device, str) else device
@@ -49,8 +54,13 @@ def explain(
     # A model that was compiled in place would run its own compiled code inside our trace.
     function = model.forward if isinstance(model, torch.nn.Module) else model
     traced = torch.compile(function, backend=backend, dynamic=dynamic)
-    with torch.no_grad():
-        traced(*args, **kwargs)
-    if not report.sites and not report.near_misses:
+    try:
+        with torch.no_grad():
+            traced(*args, **kwargs)
+    except BackendCompilerFailed as failure:
+        if isinstance(failure.inner_exception, Fp4InductorError):
+            raise failure.inner_exception from None
+        raise
+    if not report.sites and not report.near_misses and not report.notes:
         report.notes.append("no FP4 weights reached a graph: is the model quantised, and do its experts trace?")
     return report

@@ -70,6 +70,8 @@ def compile_with(
 
     wrapper = torch._TorchCompileInductorWrapper(mode=mode, options=dict(inductor_options or {}), dynamic=None)
     patches = {**wrapper.config, **_our_patches(options, wrapper.config)}
+    if any(isinstance(value, torch.Tensor) and value.is_meta for value in example_inputs):
+        patches["joint_graph_constant_folding"] = False  # on the meta device it takes every value for a constant
     user_tuning = wrapper.config.get("coordinate_descent_tuning", config.coordinate_descent_tuning)
     inner = functools.partial(
         _inner_compile,

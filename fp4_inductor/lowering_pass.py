@@ -62,6 +62,8 @@ def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None) -
     verification = _verification(graph, rewrites) if options.verify == "first_call" else None
     graph.eliminate_dead_code()
     report = _report(graph, found, rewrites, device)
+    if left := len(found.matches) - len(rewrites):
+        report.notes.append(f"fp4moe.max_sites={options.max_sites} leaves {left} recognised blocks as written")
     log_report(report)
     return Lowering(report, verification)
 

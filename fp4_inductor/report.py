@@ -222,7 +222,7 @@ def log_report(report: LoweringReport) -> None:
             group[0].reason,
         )
     for note in report.notes:
-        logger.warning("%s", note)
+        logger.info("%s", note)
 
 
 def dump_graph(name: str, gm: fx.GraphModule) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import pack_experts, tiny_model, token_ids
 
-from fp4_inductor import UnknownNameError, explain
+from fp4_inductor import NoBackendError, UnknownNameError, explain
 
 
 def test_on_this_machine() -> None:
@@ -76,3 +76,32 @@ def test_a_near_miss_names_the_reason_and_the_line() -> None:
 def test_unknown_device_shows_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="sm_90"):
         explain(tiny_model("mixtral"), token_ids(), device="sm_9")
+
+
+def test_errors_are_our_own() -> None:
+    """Not wrapped in Dynamo's, which would name a backend that the user never chose."""
+    model = pack_experts(tiny_model("mixtral", layers=1), "mxfp4")
+    with pytest.raises(UnknownNameError, match="did you mean 'triton_w4a16'"):
+        explain(model, token_ids(), options={"fp4moe.backend": "triton"})
+    with pytest.raises(NoBackendError, match="CAPABILITY"):
+        explain(model, token_ids(), device="cpu", options={"fp4moe.backend": "triton_w4a16"})
+
+
+def test_a_model_without_data() -> None:
+    model = pack_experts(tiny_model("mixtral", layers=1), "nvfp4").to("meta")
+    report = explain(model, token_ids().to("meta"), device="sm_100")
+    assert [site.selection.chosen for site in report.sites] == ["triton_w4a16"]
+
+
+def test_blocks_that_an_option_leaves_are_told() -> None:
+    model = pack_experts(tiny_model("mixtral", layers=1), "mxfp4")
+    text = str(explain(model, token_ids(), options={"fp4moe.max_sites": 0}))
+    assert "max_sites=0 leaves 1 recognised blocks" in text
+    assert "no FP4 weights" not in text
+
+
+def test_a_graph_break_before_the_gemm_is_named() -> None:
+    model = pack_experts(tiny_model("mixtral", layers=1, experts_implementation="eager"), "mxfp4")
+    report = explain(model, token_ids())
+    assert len(report.near_misses) == 2
+    assert all("graph break" in miss.reason for miss in report.near_misses)

@@ -145,8 +145,9 @@ def test_the_region_leaves_the_graph() -> None:
 
 def test_max_sites_bisects() -> None:
     gm = captured_stack("mixtral")
-    lower(gm.graph, Options(max_sites=1))
+    report = lower(gm.graph, Options(max_sites=1)).report
     assert fused_calls(gm) == 1
+    assert report.notes == ["fp4moe.max_sites=1 leaves 1 recognised blocks as written"]
 
 
 def test_expect_matches() -> None:
