@@ -63,6 +63,7 @@ class SiteReport:
             "device": str(selection.device),
             "backend": selection.chosen,
             "layout": selection.plan.layout if selection.plan else None,
+            "padding": selection.plan.padding if selection.plan else None,
             "op": selection.plan.op if selection.plan else None,
             "verdicts": [
                 {
@@ -179,9 +180,7 @@ def _site_lines(first: SiteReport, members: list[SiteReport]) -> list[str]:
         f"    at       {first.where.file}:{first.where.line}" if first.where.file else "    at       unknown source",
         f"    found    {first.pattern}, grade {first.grade}, {first.nodes_replaced} nodes",
         f"    spec     {selection.spec}",
-        f"    runs on  {selection.chosen} ({selection.plan.op}, layout {selection.plan.layout})"
-        if selection.chosen and selection.plan
-        else "    runs on  nothing: left as written, every call dequantises all experts",
+        f"    runs on  {_runs_on(selection)}",
         f"    bytes    {_size(first.bytes_before)} packed{prepared}; as written {_size(first.bytes_dense)} a call",
     ]
     for verdict in selection.verdicts:
@@ -189,6 +188,13 @@ def _site_lines(first: SiteReport, members: list[SiteReport]) -> list[str]:
             answer = "willing" if verdict.ok else "; ".join(map(str, verdict.reasons))
             lines.append(f"    not      {verdict.backend}: {answer}")
     return lines
+
+
+def _runs_on(selection: Selection) -> str:
+    if selection.plan is None:
+        return "nothing: left as written, every call dequantises all experts"
+    padding = f", pads {selection.plan.padding}" if selection.plan.padding else ""
+    return f"{selection.chosen} ({selection.plan.op}, layout {selection.plan.layout}{padding})"
 
 
 def _location_json(where: SourceLocation) -> dict[str, Any]:

@@ -61,6 +61,15 @@ def test_weights_left_behind_together_are_told_together() -> None:
     assert text.count("a norm before the weights") == 1
 
 
+def test_padding_is_told() -> None:
+    plain = site(0)
+    assert plain.selection.plan is not None
+    plan = replace(plain.selection.plan, padding="I 96 to 128")
+    padded = replace(plain, selection=replace(plain.selection, plan=plan))
+    assert "layout planes, pads I 96 to 128)" in str(LoweringReport(DEVICE, [padded], num_graphs=1))
+    assert padded.to_json()["padding"] == "I 96 to 128"
+
+
 def test_blocks_that_differ_stand_apart() -> None:
     report = LoweringReport(DEVICE, [site(0), site(1, chosen=None)], num_graphs=1)
     assert "1 of 2 MoE blocks lowered" in str(report)
