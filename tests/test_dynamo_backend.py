@@ -198,6 +198,23 @@ def test_verification_names_the_faulty_block(monkeypatch: pytest.MonkeyPatch) ->
     assert "which went to experts [" in str(error.value)
 
 
+def test_verification_leaves_state_to_the_call() -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = MoEStack(packed())
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            return self.stack(hidden) * self.calls
+
+    model = Counting()
+    with torch.no_grad():
+        torch.compile(model, backend="fp4moe", options={"fp4moe.verify": "first_call"})(hidden_states())
+    assert model.calls.item() == 1
+
+
 def test_unquantised_models_are_inductors() -> None:
     model, ids = tiny_model("qwen3_moe"), token_ids()
     assert_same_logits(logits(torch.compile(model, backend="fp4moe"), ids), logits(model, ids))
