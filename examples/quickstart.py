@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
 
+    # transformers caches its version checks, which Dynamo traces through as it should.
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     if args.model:
         model = load_model(args.model, args.device)
     else:
