@@ -82,7 +82,7 @@ def search(graph: fx.Graph) -> Recognition:
     """
     roots = packed_roots(graph)
     every = packed_gemms(graph, roots)
-    reads = {gemm: found for gemm, found in every.items() if not same(numel(gemm), 0)}
+    reads = {gemm: found for gemm, found in every.items() if tensor(gemm) is None or not same(numel(gemm), 0)}
     idle = frozenset().union(*every.values()).difference(*reads.values())
     misses, memo = _Misses(), Memo()
     gemms = _read_gemms(reads, misses)
