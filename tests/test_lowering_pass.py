@@ -150,6 +150,14 @@ def test_max_sites_bisects() -> None:
     assert report.notes == ["fp4moe.max_sites=1 leaves 1 recognised blocks as written"]
 
 
+def test_a_lowered_graph_is_done() -> None:
+    """A second door finds nothing left to do, and nothing to warn of."""
+    gm = captured_stack("mixtral")
+    lower(gm.graph, Options())
+    again = lower(gm.graph, Options(strict=True)).report
+    assert (again.sites, again.near_misses) == ([], [])
+
+
 def test_expect_matches() -> None:
     gm = captured_stack("mixtral")
     with pytest.raises(UnmatchedError, match="needed 3 MoE blocks"):
