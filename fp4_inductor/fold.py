@@ -162,7 +162,8 @@ class PreparedWeight:
 def stamp(tensor: torch.Tensor) -> tuple[int, int]:
     """Changes with every in-place update, ``load_state_dict`` and ``.data =`` that can be seen from outside.
 
-    ``param.data.copy_(...)`` cannot: it bumps no version and moves no storage.
+    ``param.data.copy_(...)`` cannot: it bumps no version and moves no storage, nor can an update of a tensor
+    made under ``torch.inference_mode()``, which has no version.
     """
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 

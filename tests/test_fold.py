@@ -140,6 +140,16 @@ def test_assigning_data_is_seen() -> None:
     assert len(runs) == 2
 
 
+def test_an_update_that_cannot_be_seen_can_be_told() -> None:
+    layer = Layer()
+    compiled = torch.compile(layer, backend=folding_backend)
+    check(compiled, layer, torch.randn(5, 4))
+    layer.weight.data.copy_(torch.randn(6, 4))
+    torch.autograd.graph.increment_version(layer.weight)
+    check(compiled, layer, torch.randn(5, 4))
+    assert len(runs) == 2
+
+
 def test_a_stale_copy_is_freed_before_the_new_one_is_made() -> None:
     layer = Layer()
     compiled = torch.compile(layer, backend=folding_backend)
