@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
 from models import pack_experts, tiny_model, token_ids
 
-from fp4_inductor import NoBackendError, UnknownNameError, explain
+from fp4_inductor import NoBackendError, UnknownNameError, explain, quantize_
 
 
 def test_on_this_machine() -> None:
@@ -71,6 +72,34 @@ def test_a_near_miss_names_the_reason_and_the_line() -> None:
     assert "2 FP4 weights left behind" in text
     assert "test_explain.py" in text
     assert all(miss.reason and miss.packed_bytes for miss in report.near_misses)
+
+
+class Ungated(torch.nn.Module):
+    """Experts of two plain layers, gathered for each token."""
+
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.act = act
+        self.up = torch.nn.Parameter(torch.randn(8, 96, 128).bfloat16())
+        self.down = torch.nn.Parameter(torch.randn(8, 128, 96).bfloat16())
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        slots = ids.flatten()
+        rows = hidden.repeat_interleave(ids.shape[1], 0).unsqueeze(-1)
+        h = self.act(torch.bmm(self.up[slots], rows).squeeze(-1))
+        y = torch.bmm(self.down[slots], h.unsqueeze(-1)).squeeze(-1) * weights.flatten().unsqueeze(-1)
+        return y.view(*ids.shape, -1).sum(1)
+
+
+@pytest.mark.parametrize(("act", "known"), [(torch.relu, True), (torch.tanh, False)])
+def test_experts_without_a_gate(act: Callable[[torch.Tensor], torch.Tensor], known: bool) -> None:
+    model = quantize_(Ungated(act).eval(), "mxfp4", filter=lambda name, _: True)
+    report = explain(model, torch.randn(4, 128).bfloat16(), torch.randint(0, 8, (4, 2)), torch.rand(4, 2).bfloat16())
+    if known:
+        assert [str(site.selection.spec.activation) for site in report.sites] == ["relu"]
+    else:
+        assert len(report.near_misses) == 2
+        assert all("tanh" in miss.reason for miss in report.near_misses)
 
 
 def test_unknown_device_shows_the_nearest() -> None:
