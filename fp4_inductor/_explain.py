@@ -16,7 +16,7 @@ from .report import LoweringReport
 def explain(
     model: Callable[..., Any],
     *args: Any,
-    device: str | DeviceInfo | None = None,
+    device: str | torch.device | DeviceInfo | None = None,
     options: dict[str, Any] | Options | None = None,
     dynamic: bool | None = None,
     **kwargs: Any,
@@ -28,7 +28,8 @@ def explain(
 
     Args:
         model: module or function, uncompiled.
-        device: "sm_90", "sm_100", "cpu" ..., or a ``DeviceInfo``; by default the device of the activations.
+        device: "sm_90", "sm_100", "cpu" ..., a ``DeviceInfo``, or a ``torch.device`` of this machine; by default
+            the device of the activations.
         options: as for ``torch.compile``, only ``fp4moe.*`` keys; or an ``Options``.
         dynamic: as for ``torch.compile``.
 
@@ -44,7 +45,9 @@ def explain(
 
     from .dynamo_backend import compile_with
 
-    target = DeviceInfo.parse(device) if isinstance(device, str) else device
+    if isinstance(device, str):
+        device = DeviceInfo.parse(device)
+    target = DeviceInfo.current(device) if isinstance(device, torch.device) else device
     chosen = options if isinstance(options, Options) else split_options(options)[0]
     report = LoweringReport(target)
 

@@ -65,7 +65,12 @@ def _require(name: str, value: object, needed: str, ok: bool) -> None:
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
-    """Our options, and those that are Inductor's."""
+    """Our options, and those that are Inductor's.
+
+    Raises:
+        UnknownNameError, InvalidOptionError: see ``Options.from_dict``; also for a key that lacks our prefix.
+    """
     options = options or {}
-    ours = {key: value for key, value in options.items() if key.startswith(PREFIX)}
+    names = {field.name for field in fields(Options)}
+    ours = {key: value for key, value in options.items() if key.startswith(PREFIX) or key in names}
     return Options.from_dict(ours), {key: value for key, value in options.items() if key not in ours}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -36,17 +35,4 @@ def cuda_graph_us(calls: Sequence[Call], replays: int = 20) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
-
-
-def cpu_us(calls: Sequence[Call], repeats: int = 7) -> float:
-    """Median microseconds per call over ``repeats`` passes through ``calls``, after one to warm up."""
-    for call in calls:
-        call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        times.append((time.perf_counter() - start) * 1e6 / len(calls))
     return statistics.median(times)

@@ -102,6 +102,11 @@ def test_experts_without_a_gate(act: Callable[[torch.Tensor], torch.Tensor], kno
         assert all("tanh" in miss.reason for miss in report.near_misses)
 
 
+def test_takes_a_device_of_this_machine() -> None:
+    report = explain(tiny_model("mixtral", layers=1), token_ids(), device=torch.device("cpu"))
+    assert str(report.device) == "cpu"
+
+
 def test_unknown_device_shows_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="sm_90"):
         explain(tiny_model("mixtral"), token_ids(), device="sm_9")

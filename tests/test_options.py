@@ -20,6 +20,11 @@ def test_unknown_key_shows_the_nearest_name() -> None:
         split_options({"fp4moe.backnd": "cpu"})
 
 
+def test_a_key_without_its_prefix_is_ours() -> None:
+    with pytest.raises(UnknownNameError, match=r"did you mean 'fp4moe.strict'"):
+        split_options({"strict": True})
+
+
 @pytest.mark.parametrize(
     ("key", "value", "needed"),
     [

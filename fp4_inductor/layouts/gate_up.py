@@ -38,18 +38,3 @@ def to_interleaved(rows: torch.Tensor) -> torch.Tensor:
         return rows.clone(memory_format=torch.contiguous_format)
     halves: torch.Tensor = rows.unflatten(1, (2, -1))
     return halves.transpose(1, 2).flatten(1, 2).contiguous()
-
-
-def swap_halves(rows: torch.Tensor) -> torch.Tensor:
-    """Rows in the order of ``GateUpOrder.GATE_UP`` from ``UP_GATE`` ones, or back: its own inverse.
-
-    Args:
-        rows: [E, 2I, ...], or [E, 1] global scales.
-
-    Returns:
-        A new contiguous tensor of the same shape and dtype.
-    """
-    if rows.shape[1] == 1:
-        return rows.clone(memory_format=torch.contiguous_format)
-    first, second = rows.chunk(2, dim=1)
-    return torch.cat((second, first), dim=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4_inductor.layouts.gate_up import swap_halves, to_gate_up_halves, to_interleaved
+from fp4_inductor.layouts.gate_up import to_gate_up_halves, to_interleaved
 
 SHAPES = [(3, 10, 7), (3, 10), (1, 2, 4), (3, 1)]
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
@@ -34,16 +34,7 @@ def test_halves_follow_the_formula_and_invert(shape: tuple[int, ...], dtype: tor
     assert same_bits(to_gate_up_halves(to_interleaved(rows)), rows)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_swap_halves_is_its_own_inverse(shape: tuple[int, ...]) -> None:
-    rows = random_bits(shape, torch.uint8)
-    swapped = swap_halves(rows)
-    if shape[1] > 1:
-        assert torch.equal(swapped[:, : shape[1] // 2], rows[:, shape[1] // 2 :])
-    assert torch.equal(swap_halves(swapped), rows)
-
-
-@pytest.mark.parametrize("function", [to_gate_up_halves, to_interleaved, swap_halves])
+@pytest.mark.parametrize("function", [to_gate_up_halves, to_interleaved])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_result_owns_its_memory(function, shape: tuple[int, ...]) -> None:  # type: ignore[no-untyped-def]
     rows = random_bits(shape, torch.uint8)
