@@ -307,3 +307,21 @@ def test_pass_uuid_tells_options_apart() -> None:
     assert default == same
     assert default != other
     assert pickle.loads(pickle.dumps(default)) == default
+
+
+def test_a_trace_holds_the_graph_before_and_after_and_the_report(tmp_path: Path) -> None:
+    """What tlparse shows."""
+    script = textwrap.dedent("""
+        import sys, torch
+        sys.path.insert(0, sys.argv[1])
+        import test_dynamo_backend as t
+        with torch.no_grad():
+            torch.compile(t.MoEStack(t.packed("gpt_oss")), backend="fp4moe")(t.hidden_states())
+    """)
+    env = {**os.environ, "TORCH_TRACE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script, str(Path(__file__).parent)], env=env, check=True, capture_output=True)
+    (log,) = tmp_path.iterdir()
+    text = log.read_text()
+    for artifact in ("fp4moe_before", "fp4moe_after", "fp4moe_report"):
+        assert f'"name": "{artifact}"' in text
+    assert "fp4_inductor.moe_cpu.default" in text.partition('"name": "fp4moe_after"')[2]
