@@ -7,7 +7,7 @@ end a re-layout carry ``meta[PREPARED]``; ``fold`` turns exactly those into cons
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .matching import Match
+from .matching import Assembled, Match, nodes_of
 from .plan import KernelPlan, Prepared, resolve_op
 from .spec import MoESpec, Operand
 
@@ -48,7 +48,7 @@ def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> 
     with graph.inserting_before(match.output):
         writer = _Writer(graph, match, backend)
         operands = {operand: writer.canonical(operand) for operand in plan.operands}
-        prepared = {p.name: writer.prepared(p, operands) for p in plan.prepared}
+        prepared = {p.name: writer.computed(p.name, p.fn, [operands[o] for o in p.of]) for p in plan.prepared}
         args = [
             prepared[arg.name] if isinstance(arg, Prepared) else operands[arg] if isinstance(arg, Operand) else arg
             for arg in plan.args
@@ -63,7 +63,8 @@ class _Writer:
 
     def __init__(self, graph: fx.Graph, match: Match, backend: str) -> None:
         self.graph, self.match, self.spec = graph, match, match.spec
-        self.fake_mode = detect_fake_mode([n.meta["val"] for n in match.operands.values() if "val" in n.meta])
+        nodes = [node for source in match.operands.values() for node in nodes_of(source)]
+        self.fake_mode = detect_fake_mode([node.meta["val"] for node in nodes if "val" in node.meta])
         note = f"fp4moe[{backend}] replaced {len(match.nodes)} nodes ({match.pattern})"
         frame = f'  File "fp4moe://{match.pattern}", line 1, in rewrite\n    {note}\n'
         self.meta = {
@@ -82,6 +83,8 @@ class _Writer:
     def canonical(self, operand: Operand) -> fx.Node:
         """The operand's node, in the shape and dtype that ``Operand`` promises to kernels."""
         node = self.match.operands[operand]
+        if isinstance(node, Assembled):
+            return self.computed(str(operand), node.function, node.parts)
         value = node.meta["val"]
         bits = _packed_dtype(operand, self.spec)
         if bits is not None and value.dtype is not bits:
@@ -91,17 +94,16 @@ class _Writer:
             return node
         return self.call(aten.reshape.default, node, list(shape))
 
-    def prepared(self, prepared: Prepared, operands: Mapping[Operand, fx.Node]) -> fx.Node:
-        """Trace the re-layout on fake tensors and copy its ATen nodes here.
+    def computed(self, name: str, function: Callable[..., torch.Tensor], inputs: Sequence[fx.Node]) -> fx.Node:
+        """Trace a re-layout on fake tensors and copy its ATen nodes here.
 
         Inductor's decompositions have run by now, and its lowerings expect what they leave.
         """
         from torch._inductor.decomposition import select_decomp_table
 
-        inputs = [operands[operand] for operand in prepared.of]
         values = [node.meta["val"] for node in inputs]
         with self.fake_mode or contextlib.nullcontext():
-            traced = make_fx(prepared.fn, decomposition_table=select_decomp_table())(*values)
+            traced = make_fx(function, decomposition_table=select_decomp_table())(*values)
         env: dict[fx.Node, fx.Node] = {}
         sources = iter(inputs)
         result: fx.Node | None = None
@@ -111,7 +113,7 @@ class _Writer:
             elif node.op == "output":
                 result = env[node.args[0]]
             else:
-                assert node.op == "call_function", f"re-layout {prepared.name} must be plain tensor functions"
+                assert node.op == "call_function", f"re-layout {name} must be plain tensor functions"
                 copy = self.graph.call_function(
                     node.target, fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)
                 )
@@ -120,7 +122,7 @@ class _Writer:
                 env[node] = copy
         assert result is not None
         if result.op != "placeholder":
-            result.meta[PREPARED] = prepared.name
+            result.meta[PREPARED] = name
         return result
 
     def shaped_like_output(self, fused: fx.Node) -> fx.Node:
@@ -128,7 +130,7 @@ class _Writer:
         shape = self.match.output.meta["val"].shape
         if len(shape) == 2:
             return fused
-        hidden = self.match.operands[Operand.HIDDEN]
+        hidden = self.match.node(Operand.HIDDEN)
         sizes: list[int | fx.Node] = []
         for axis, size in enumerate(shape):
             if isinstance(size, int):

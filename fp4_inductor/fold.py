@@ -63,7 +63,7 @@ def fold(gm: fx.GraphModule, example_inputs: Sequence[Any], static_input_idxs: I
     static = set(static_input_idxs)
     recipes: list[Recipe] = []
     folded: dict[tuple[str, tuple[int, ...]], fx.Node] = {}
-    for node in [n for n in gm.graph.nodes if PREPARED in n.meta]:
+    for node in _outermost(gm.graph):
         recipe = _cut_recipe(node, index)
         if recipe is None or not static.issuperset(recipe.sources):
             continue
@@ -89,6 +89,15 @@ def fold(gm: fx.GraphModule, example_inputs: Sequence[Any], static_input_idxs: I
             [j for j, i in enumerate(kept) if i in static] + list(range(len(kept), len(kept) + len(recipes)))
         ),
     )
+
+
+def _outermost(graph: fx.Graph) -> list[fx.Node]:
+    """The prepared nodes that something else than another re-layout reads, in graph order."""
+    needed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.is_impure() or any(user in needed and PREPARED not in user.meta for user in node.users):
+            needed.add(node)
+    return [node for node in graph.nodes if node in needed and PREPARED in node.meta]
 
 
 def _cut_recipe(node: fx.Node, index: dict[fx.Node, int]) -> Recipe | None:

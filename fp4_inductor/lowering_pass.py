@@ -118,7 +118,7 @@ def check_wishes(found: Recognition, options: Options) -> None:
 
 def _select(match: Match, options: Options, device: DeviceInfo | None) -> Selection:
     if device is None:
-        hidden: torch.Tensor = match.operands[Operand.HIDDEN].meta["val"]
+        hidden: torch.Tensor = match.node(Operand.HIDDEN).meta["val"]
         device = DeviceInfo.current(hidden.device)
     return select(match.spec, device, options, where=str(match.where))
 

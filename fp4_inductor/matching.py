@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
+import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -43,6 +44,30 @@ class SourceLocation:
 
 
 @dataclass(frozen=True, slots=True)
+class Assembled:
+    """An operand that the graph holds in parts, or in another layout than kernels read.
+
+    ``function(*parts)`` is its canonical form (see ``Operand``): plain torch, traceable by ``make_fx``, and equal
+    to another exactly where it computes the same, so that equal layers are one: a function of a module, or a
+    ``functools.partial`` of one.
+    """
+
+    function: Callable[..., torch.Tensor]
+    parts: tuple[fx.Node, ...]
+
+
+Source: TypeAlias = "fx.Node | Assembled"
+"""Where an operand comes from: a node that reshapes to its canonical form, or what makes it from nodes."""
+
+
+def nodes_of(source: Source | None) -> tuple[fx.Node, ...]:
+    """The nodes of the graph that an operand is made from."""
+    if source is None:
+        return ()
+    return source.parts if isinstance(source, Assembled) else (source,)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedWeight:
     """FP4 weights of all experts as the graph holds them, found behind a dequantisation.
 
@@ -50,9 +75,9 @@ class PackedWeight:
     ``[E, N, K/2]``, ``scale`` to ``[E, N, K/bs]``, ``global_scale`` to ``[E or 1, N or 1]``.
     """
 
-    codes: fx.Node
-    scale: fx.Node
-    global_scale: fx.Node | None
+    codes: Source
+    scale: Source
+    global_scale: Source | None
     format: BlockFormat
     shape: tuple[int, int, int]  # E, N, K
 
@@ -61,9 +86,9 @@ class PackedWeight:
 class Match:
     """One recognised MoE block.
 
-    ``output`` has T*H elements and is replaced; ``nodes`` is the region that this makes dead;
-    ``operands`` name the fx nodes that the fused op reads. ``grade`` is "full" where the router was
-    recognised too (``spec.router`` says how), else "experts".
+    ``output`` has T*H elements and is replaced; ``nodes`` is the region that this makes dead; ``operands``
+    say where what the fused op reads comes from (activations and routing are single nodes). ``grade`` is
+    "full" where the router was recognised too (``spec.router`` says how), else "experts".
     """
 
     pattern: str
@@ -71,8 +96,14 @@ class Match:
     spec: MoESpec
     output: fx.Node
     nodes: frozenset[fx.Node]
-    operands: Mapping[Operand, fx.Node]
+    operands: Mapping[Operand, Source]
     where: SourceLocation
+
+    def node(self, operand: Operand) -> fx.Node:
+        """The one node that holds ``operand``."""
+        source = self.operands[operand]
+        assert isinstance(source, fx.Node), f"{operand} is assembled from {len(source.parts)} nodes"
+        return source
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class Verification:
         copy = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         copy.graph_copy(graph, env)
-        copy.output(tuple((env[m.output], env[result], env[m.operands[Operand.TOPK_IDS]]) for m, result, _ in sites))
+        copy.output(tuple((env[m.output], env[result], env[m.node(Operand.TOPK_IDS)]) for m, result, _ in sites))
         # Updates of the caller's tensors (a cache, a counter) end the graph: the call itself will make them.
         copy.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
         owner = graph.owning_module

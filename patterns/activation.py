@@ -101,43 +101,47 @@ class _Draw:
 
 
 def identify_activation(
-    result: fx.Node, gemm_output: fx.Node, intermediate_size: int, memo: Memo | None = None
+    result: fx.Node, gemm_outputs: Sequence[fx.Node], intermediate_size: int, memo: Memo | None = None
 ) -> IdentifiedActivation:
-    """The activation that computes ``result`` from ``gemm_output``.
+    """The activation that computes ``result`` from ``gemm_outputs``.
 
     Args:
         result: ``[..., I]``.
-        gemm_output: ``[..., 2I]``, or ``[..., I]`` if not gated; biases are already added.
+        gemm_outputs: one of ``[..., 2I]``, or ``[..., I]`` if not gated; or gate and up apart, in either order,
+            ``[..., I]`` each. Biases are already added.
         intermediate_size: I.
         memo: remembers what equal pieces are.
 
     Raises:
         NoMatch: it is none of the catalogue, or has steps that the formula found does not explain.
     """
-    nodes = [gemm_output, *cone([result], [gemm_output])]
-    if not any(gemm_output in node.all_input_nodes for node in nodes):
-        raise NoMatch("{} does not depend on {}", result, gemm_output, node=result)
+    given = list(gemm_outputs)
+    nodes = [*given, *cone([result], given)]
+    for output in given:
+        if not any(output in node.all_input_nodes for node in nodes):
+            raise NoMatch("{} does not depend on {}", result, output, node=result)
     if len(nodes) > _MAX_NODES:
         raise NoMatch("{} nodes between two expert GEMMs are no activation", len(nodes), node=result)
-    if memo is None:
-        found = _identify(nodes, intermediate_size)
-    else:
-        key = ("activation", intermediate_size, shape_hint(gemm_output), signature(nodes[1:]))
-        found = memo.get(key, lambda: _identify(nodes, intermediate_size))
+
+    def identify() -> _Found:
+        return _identify(nodes, len(given), intermediate_size)
+
+    key = ("activation", intermediate_size, signature(nodes, inputs=len(given)))
+    found = identify() if memo is None else memo.get(key, identify)
     return IdentifiedActivation(found.spec, found.order, {operand: nodes[place] for operand, place in found.places})
 
 
-def _identify(nodes: Sequence[fx.Node], intermediate_size: int) -> _Found:
-    """``nodes`` are the pre-activation, then the piece in topological order, the result last."""
-    width = (shape_hint(nodes[0]) or (0,))[-1]
-    if width not in (intermediate_size, 2 * intermediate_size):
+def _identify(nodes: Sequence[fx.Node], given: int, intermediate_size: int) -> _Found:
+    """``nodes`` are the ``given`` pre-activations, then the piece in topological order, the result last."""
+    width = sum((shape_hint(node) or (0,))[-1] for node in nodes[:given])
+    if width not in (intermediate_size, 2 * intermediate_size) or width % given:
         raise NoMatch("{} is neither {} nor twice as wide", nodes[0], intermediate_size, node=nodes[0])
-    scalars = _check_steps(nodes)
-    constants = sorted({abs(number) for node in nodes[1:] for number in numbers(node)})
+    scalars = _check_steps(nodes, given)
+    constants = sorted({abs(number) for node in nodes[given:] for number in numbers(node)})
     if len(constants) > _MAX_CONSTANTS:
         raise NoMatch("{} mentions {} different numbers: no activation", nodes[-1], len(constants), node=nodes[-1])
     with isolated():
-        draws = _draw(nodes, scalars, constants, intermediate_size)
+        draws = _draw(nodes, given, scalars, constants, intermediate_size)
         found = _search(draws, scalars, constants, gated=width != intermediate_size)
         if found is None:
             raise NoMatch(
@@ -151,14 +155,14 @@ def _identify(nodes: Sequence[fx.Node], intermediate_size: int) -> _Found:
         raise NoMatch(
             "the scalar input {} plays no part in {}", nodes[min(unread)], found.spec, node=nodes[min(unread)]
         )
-    _audit(nodes, found)
+    _audit(nodes[given:], found)
     return found
 
 
-def _check_steps(nodes: Sequence[fx.Node]) -> list[int]:
+def _check_steps(nodes: Sequence[fx.Node], given: int) -> list[int]:
     """Places of the 0-d inputs; refuses steps that are not elementwise."""
     scalars = []
-    for place, node in enumerate(nodes[1:], start=1):
+    for place, node in enumerate(nodes[given:], start=given):
         if node.op == "call_function":
             target: Any = node.target
             aten = isinstance(target, torch._ops.OpOverload)
@@ -194,15 +198,14 @@ def numbers(node: fx.Node) -> list[float]:
 
 
 def _draw(
-    nodes: Sequence[fx.Node], scalars: Sequence[int], constants: Sequence[float], intermediate_size: int
+    nodes: Sequence[fx.Node], given: int, scalars: Sequence[int], constants: Sequence[float], intermediate_size: int
 ) -> list[_Draw]:
     generator = torch.Generator().manual_seed(0)
-    shape = shape_hint(nodes[0]) or ()
     draws: list[_Draw] = []
     pairs = 0
     while pairs < _MIN_PAIRS or len(draws) < (3 if scalars else 1):
         values = {place: 0.5 + 2 * float(torch.rand((), generator=generator)) for place in scalars}
-        draw = _run(nodes, shape, values, [*constants, *values.values()], intermediate_size, generator)
+        draw = _run(nodes, given, values, [*constants, *values.values()], intermediate_size, generator)
         draws.append(draw)
         pairs += draw.outputs.numel()
     return draws
@@ -210,24 +213,26 @@ def _draw(
 
 def _run(
     nodes: Sequence[fx.Node],
-    shape: tuple[int, ...],
+    given: int,
     scalars: dict[int, float],
     constants: Sequence[float],
     intermediate_size: int,
     generator: torch.Generator,
 ) -> _Draw:
     miss: NoMatch | None = None
-    for small in probe_shapes(shape, _ROWS):
+    *leading, width = shape_hint(nodes[0]) or (0,)
+    for small in probe_shapes((*leading, width * given), _ROWS):
         inputs = probe_values(small, constants, generator)
         feeds = {nodes[place]: torch.tensor(value, dtype=torch.float64) for place, value in scalars.items()}
+        feeds |= dict(zip(nodes[:given], inputs.chunk(given, dim=-1), strict=True))
         try:
-            (out,) = evaluate([nodes[-1]], {nodes[0]: inputs, **feeds})
+            (out,) = evaluate([nodes[-1]], feeds)
         except NoMatch as error:
             miss = error
             continue
-        if out.numel() * shape[-1] != inputs.numel() * intermediate_size or out.shape[-1] != intermediate_size:
+        if out.numel() * inputs.shape[-1] != inputs.numel() * intermediate_size or out.shape[-1] != intermediate_size:
             raise NoMatch("{} has shape {}, not {} columns", nodes[-1], tuple(out.shape), intermediate_size)
-        return _Draw(inputs.reshape(-1, shape[-1]), out.reshape(-1, intermediate_size), scalars)
+        return _Draw(inputs.reshape(-1, inputs.shape[-1]), out.reshape(-1, intermediate_size), scalars)
     raise miss or NoMatch("{} has no rows", nodes[0], node=nodes[0])
 
 
@@ -320,7 +325,7 @@ def _audit(nodes: Sequence[fx.Node], found: _Found) -> None:
     known = {0.0} if found.spec.kind in ("relu", "relu2") else set()
     if isinstance(found.spec.limit, float):
         known |= {found.spec.limit, -found.spec.limit}
-    for node in nodes[1:]:
+    for node in nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         name = op_name(node.target)
@@ -336,7 +341,7 @@ def _audit(nodes: Sequence[fx.Node], found: _Found) -> None:
         0.0,
         *(abs(knob) for knob in (found.spec.alpha, found.spec.beta, found.spec.limit) if isinstance(knob, float)),
     }
-    for node in nodes[1:]:
+    for node in nodes:
         for number in map(abs, numbers(node)):
             if number not in own and not 1 / _MAX_POINT <= number <= _MAX_POINT:
                 raise NoMatch("{} is no number of {}", number, found.spec, node=node)

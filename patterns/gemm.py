@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from ..matching import NoMatch
@@ -14,12 +16,15 @@ from .graph_tools import (
     dtype,
     inputs,
     is_call,
+    is_size,
+    numel,
     readers,
     row_gather,
     same,
     shape,
     source,
     swaps_last_two,
+    tensor,
     viewed,
 )
 from .masks import unmasked
@@ -80,6 +85,35 @@ def through_transposes(node: fx.Node) -> tuple[fx.Node, bool, frozenset[fx.Node]
             passed.add(node)
         node = arguments(node)["self"]
     return node, len(passed) % 2 == 1, frozenset(passed)
+
+
+def behind(down: fx.Node, rows: fx.Node, gemms: Collection[fx.Node]) -> list[fx.Node]:
+    """Those of ``gemms`` that ``rows`` of the GEMM ``down`` come from, through values as large or twice as large."""
+    if tensor(rows) is None:
+        return []
+    size = numel(rows)
+    found: list[fx.Node] = []
+    seen = {rows}
+    pending = [rows]
+    while pending:
+        node = pending.pop()
+        if node in gemms and node is not down:
+            found.append(node)
+            continue
+        for arg in node.all_input_nodes:
+            if arg not in seen and _as_large(arg, size):
+                seen.add(arg)
+                pending.append(arg)
+    return sorted(found)
+
+
+def _as_large(node: fx.Node, size: int | torch.SymInt) -> bool:
+    val = node.meta.get("val")
+    if isinstance(val, tuple | list):
+        return True
+    if not isinstance(val, torch.Tensor) or is_size(node):
+        return False
+    return same(numel(node), size) or same(numel(node), size * 2)
 
 
 def read_projection(gemm: ExpertGemm) -> Projection:

@@ -16,7 +16,7 @@ from torch import fx
 from ..matching import NoMatch
 from ..reference import activate
 from ..spec import RUNTIME, ActivationSpec, Operand
-from .block import Block
+from .block import Block, Feed
 from .graph_tools import shape
 from .miniature import Miniature, Sizes, miniature, small_symbols
 from .probing import cone, evaluate, isolated, size_hint
@@ -56,7 +56,7 @@ def prove(block: Block, memo: Memo) -> None:
     small = miniature(block.output, block.feeds, sizes, symbols)
     nodes = cone([small.output], ())
     names = tuple(node.name for node in nodes if node.op == "placeholder")
-    read = (block.activation, block.order, block.up.gemm.k_first, block.down.gemm.k_first, block.masked)
+    read = (block.activation, block.order, block.masked, block.weight_on_input)
     memo.get(("block", signature(nodes), names, read), lambda: _prove(block, small))
 
 
@@ -70,7 +70,7 @@ def _prove(block: Block, small: Miniature) -> bool:
 def _compare(block: Block, small: Miniature, regime: Regime, scale: float, seed: int) -> None:
     with isolated():
         values = _values(block, small.sizes, regime, scale, seed)
-        fed = {node: _as_fed(block, operand, values[operand], node) for operand, node in small.feeds.items()}
+        fed = {node: _as_fed(feed, values[feed.operand], node) for feed, node in small.feeds.items()}
         (got,) = evaluate([small.output], fed)
         want = mixture(values, _with_scalars(block.activation, values), block)
         got = got.reshape(want.shape)
@@ -103,7 +103,7 @@ def _values(block: Block, sizes: Sizes, regime: Regime, scale: float, seed: int)
         Operand.BETA: torch.tensor(0.81 * scale, dtype=torch.float64),
         Operand.LIMIT: torch.tensor(2.3 * scale, dtype=torch.float64),
     }
-    return {operand: values[operand] for operand in block.feeds.values()}
+    return {operand: values[operand] for operand in {feed.operand for feed in block.feeds.values()}}
 
 
 def _ids(regime: Regime, tokens: int, sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
@@ -129,13 +129,16 @@ def _weights(regime: Regime, normal: torch.Tensor) -> torch.Tensor:
     return normal * 3 if regime.weights == "signed" else torch.softmax(normal, dim=-1)
 
 
-def _as_fed(block: Block, operand: Operand, value: torch.Tensor, node: fx.Node) -> torch.Tensor:
-    """A value in the layout that the graph has it in."""
-    k_first = {Operand.W13: block.up.gemm.k_first, Operand.W2: block.down.gemm.k_first}.get(operand, False)
-    if k_first:
-        return value.mT
-    if operand is Operand.TOPK_IDS:
-        value = value.to(block.ids.meta["val"].dtype)
+def _as_fed(feed: Feed, value: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    """The part of an operand that ``node`` holds, as the graph has it."""
+    if feed.half is not None:
+        value = value.chunk(2, dim=1)[feed.half]
+    if feed.expert is not None:
+        value = value[feed.expert]
+    if feed.k_first:
+        value = value.mT
+    if feed.operand is Operand.TOPK_IDS:
+        value = value.to(node.meta["val"].dtype)
     return value.reshape(node.meta["val"].shape)
 
 
@@ -161,7 +164,10 @@ def mixture(values: Mapping[Operand, torch.Tensor], activation: ActivationSpec, 
     served = ids < block.w13.shape[0]
     weights = values[Operand.TOPK_WEIGHTS].where(served, 0)
     ids = ids.where(served, 0)
-    gate_up = torch.einsum("tknh,th->tkn", values[Operand.W13][ids], values[Operand.HIDDEN])
+    hidden = values[Operand.HIDDEN].unsqueeze(1).expand(*ids.shape, -1)
+    if block.weight_on_input:
+        hidden, weights = hidden * weights.unsqueeze(-1), torch.ones_like(weights)
+    gate_up = torch.einsum("tknh,tkh->tkn", values[Operand.W13][ids], hidden)
     if Operand.W13_BIAS in values:
         gate_up = gate_up + values[Operand.W13_BIAS][ids]
     inner = activate(gate_up, activation, block.order)

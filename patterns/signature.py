@@ -36,13 +36,15 @@ class Memo:
         return result  # type: ignore[no-any-return]
 
 
-def signature(nodes: Sequence[fx.Node]) -> Hashable:
+def signature(nodes: Sequence[fx.Node], inputs: int = 0) -> Hashable:
     """A key that two node lists share only if they compute the same function of their inputs.
 
-    ``nodes`` stand in topological order. Inputs enter by place, shape and dtype, small constants by value.
+    ``nodes`` stand in topological order; the first ``inputs`` of them are inputs, whatever computes them.
+    Inputs enter by place, shape and dtype, small constants by value.
     """
     index = {node: place for place, node in enumerate(nodes)}
-    return tuple(_entry(node, index) for node in nodes)
+    given = tuple(("input", shape_hint(node), dtype_of(node)) for node in nodes[:inputs])
+    return given + tuple(_entry(node, index) for node in nodes[inputs:])
 
 
 def _entry(node: fx.Node, index: dict[fx.Node, int]) -> Hashable:

@@ -42,7 +42,7 @@ def traced(fn: Fn, rows: tuple[int, ...] = (6,), width: int = 2 * I, *scalars: T
 
 def found(fn: Fn, *args: Any, **kwargs: Any) -> tuple[ActivationSpec, GateUpOrder]:
     result, inputs = traced(fn, *args, **kwargs)
-    identified = identify_activation(result, inputs, I)
+    identified = identify_activation(result, [inputs], I)
     assert not identified.scalars
     return identified.spec, identified.order
 
@@ -181,7 +181,7 @@ def test_scalars_that_the_graph_takes_at_run_time() -> None:
         return (up + 1) * (gate * torch.sigmoid(gate * alpha.to(torch.bfloat16)))
 
     result, inputs = traced(fn, (6,), 2 * I, torch.tensor(7.0), torch.tensor(1.702, dtype=torch.float64))
-    identified = identify_activation(result, inputs, I)
+    identified = identify_activation(result, [inputs], I)
     assert identified.spec == ActivationSpec("silu", alpha=RUNTIME, beta=1.0, limit=RUNTIME)
     _, limit, alpha = (node for node in inputs.graph.nodes if node.op == "placeholder")
     assert identified.scalars == {Operand.ALPHA: alpha, Operand.LIMIT: limit}
@@ -300,16 +300,16 @@ def test_twins_are_refused(fn: Fn, reason: str) -> None:
 def test_other_tensors_are_refused() -> None:
     result, inputs = traced(lambda x, y: swiglu(x) * y, (6,), 2 * I, torch.randn(6, 1))
     with pytest.raises(NoMatch, match="no scalar"):
-        identify_activation(result, inputs, I)
+        identify_activation(result, [inputs], I)
 
 
 def test_scalars_without_a_part_are_refused() -> None:
     result, inputs = traced(lambda x, s: swiglu(x) * s, (6,), 2 * I, torch.tensor(2.0))
     with pytest.raises(NoMatch, match="none that is known"):
-        identify_activation(result, inputs, I)
+        identify_activation(result, [inputs], I)
     result, inputs = traced(lambda x, s: swiglu(x) + s * 0, (6,), 2 * I, torch.tensor(2.0))
     with pytest.raises(NoMatch, match="plays no part"):
-        identify_activation(result, inputs, I)
+        identify_activation(result, [inputs], I)
 
 
 # --- graphs as the passes see them

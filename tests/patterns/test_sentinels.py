@@ -8,9 +8,9 @@ from typing import Literal
 import pytest
 import torch
 from capture import Level, capture
-from fp4_inductor.patterns.block import read_block
 from fp4_inductor.patterns.grouped_mm import read_grouped_mm
 from fp4_inductor.patterns.proof import prove
+from fp4_inductor.patterns.routed_rows import read_routed_rows
 from fp4_inductor.patterns.signature import Memo
 from moe_cases import random_weight
 from moe_graphs import calls, operand_values, random_inputs, run
@@ -288,7 +288,7 @@ WRONG_MASKS = {
 def test_numbers_alone_tell_a_wrong_mask(name: str | None) -> None:
     gm = graph_of(Spelling())
     gate_up, down = calls(gm.graph, aten._grouped_mm.default)
-    block = read_block(read_grouped_mm(gate_up), read_grouped_mm(down), Memo())
+    block = read_routed_rows([read_grouped_mm(gate_up)], read_grouped_mm(down), Memo())
     if name is None:
         prove(block, Memo())
         return

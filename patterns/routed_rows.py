@@ -1,0 +1,165 @@
+"""Blocks over T*k rows, one a slot: the expert GEMMs run them sorted by expert, or each with its gathered weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import fx
+
+from ..matching import NoMatch, PackedWeight
+from ..spec import Operand
+from .activation import identify_activation
+from .batched_mm import NAME as BATCHED_MM
+from .batched_mm import read_batched_mm
+from .block import Block, Candidate, Feed
+from .combine import read_combine
+from .dequantize import identify
+from .gemm import ExpertGemm, Projection, behind, read_projection
+from .graph_tools import aten, dtype, is_call, numel, same, shape, source, stage
+from .grouped_mm import NAME as GROUPED_MM
+from .grouped_mm import operands as grouped_operands
+from .grouped_mm import read_grouped_mm
+from .masks import unmasked
+from .near_misses import Misses
+from .probing import cone
+from .rows import unbounded
+from .signature import Memo
+from .weights import join_halves, join_sources
+
+
+def candidates(gemms: Sequence[fx.Node], misses: Misses) -> Iterator[Candidate]:
+    """Every down GEMM with the GEMMs of rows that it reads from."""
+    read = _read_gemms(gemms, misses)
+    for down in read.values():
+        ups = [read[node] for node in behind(down.node, down.rows, read)]
+        if ups:
+            nodes = tuple(gemm.node for gemm in (*ups, down))
+            yield Candidate(down.form, nodes, partial(read_routed_rows, ups, down))
+
+
+def _read_gemms(nodes: Sequence[fx.Node], misses: Misses) -> dict[fx.Node, ExpertGemm]:
+    gemms: dict[fx.Node, ExpertGemm] = {}
+    for node in nodes:
+        grouped = grouped_operands(node) is not None
+        if not grouped and not is_call(node, aten.bmm.default):
+            continue
+        form = GROUPED_MM if grouped else BATCHED_MM
+        try:
+            gemms[node] = read_grouped_mm(node) if grouped else read_batched_mm(node)
+            misses.keep(
+                form, NoMatch("no second expert GEMM reads what {} gives", node.name, node=node, progress=0.25), node
+            )
+        except NoMatch as miss:
+            misses.keep(form, miss, node)
+    return gemms
+
+
+def read_routed_rows(ups: Sequence[ExpertGemm], down: ExpertGemm, memo: Memo) -> Block:
+    """Read the block whose first GEMMs are ``ups``, one for gate and up or one for each, and whose last is ``down``.
+
+    Raises:
+        NoMatch: something is not as in a mixture-of-experts block.
+    """
+    first = ups[0]
+    with stage(0.3):
+        for up in ups:
+            if (up.form, up.order) != (down.form, down.order):
+                raise NoMatch("{} and {} do not run the same rows", up.node.name, down.node.name, node=down.node)
+        if len(ups) > 2:
+            names = ", ".join(up.node.name for up in ups)
+            raise NoMatch("{} reads rows of several expert GEMMs: {}", down.node.name, names, node=down.node)
+        ids, experts = first.order.ids, first.sizes[0]
+        top_k = _top_k(ids, experts)
+    with stage(0.4):
+        hidden, gathered, masked = _gathered(ups, top_k)
+        projections, last = [read_projection(up) for up in ups], read_projection(down)
+    with stage(0.5):
+        w13 = join_halves([_packed(up, memo) for up in ups])
+        w2 = _packed(down, memo)
+        _check_sizes(w13, w2, hidden, first, top_k)
+    with stage(0.6):
+        result = source(down.rows)
+        activation = identify_activation(result, tuple(p.out for p in projections), w2.shape[2], memo)
+        between = cone([down.rows], [*(p.out for p in projections), *activation.scalars.values()])
+    with stage(0.7):
+        combine = read_combine(last.out, down.order, top_k, experts)
+    steps = [gathered, between, combine.nodes, *(p.nodes for p in (*projections, last))]
+    return Block(
+        form=first.form,
+        hidden=hidden,
+        ids=ids,
+        weights=combine.weights,
+        top_k=top_k,
+        w13=w13,
+        w2=w2,
+        w13_bias=join_sources([p.bias for p in projections]),
+        w2_bias=last.bias,
+        k_first=first.k_first,
+        activation=activation.spec,
+        order=activation.order,
+        scalars=dict(activation.scalars),
+        output=combine.output,
+        feeds={
+            hidden: Feed(Operand.HIDDEN),
+            ids: Feed(Operand.TOPK_IDS),
+            combine.weights: Feed(Operand.TOPK_WEIGHTS),
+            **_weight_feeds(projections, last),
+            **{node: Feed(operand) for operand, node in activation.scalars.items()},
+        },
+        explained=frozenset().union(*steps),
+        masked=masked or last.masked or combine.masked or any(p.masked for p in projections),
+    )
+
+
+def _top_k(ids: fx.Node, num_experts: object) -> int:
+    sizes = shape(unbounded(ids, num_experts))
+    if len(sizes) < 2 or not isinstance(sizes[-1], int) or dtype(ids) not in (torch.int64, torch.int32):
+        raise NoMatch("expert ids {} are not integers [T, k] with a constant k", ids.name, node=ids)
+    return sizes[-1]
+
+
+def _gathered(ups: Sequence[ExpertGemm], top_k: int) -> tuple[fx.Node, list[fx.Node], bool]:
+    """The hidden states that the first GEMMs gather, the steps of that, and whether rows of no expert are zeroed."""
+    found: list[fx.Node] = []
+    masked = False
+    for up in ups:
+        rows = unmasked(source(up.rows), up.order, up.sizes[0])
+        masked |= rows is not None
+        found.append(up.order.per_token(rows or up.rows, top_k))
+    if any(source(node) is not source(found[0]) for node in found):
+        raise NoMatch("{} and {} read rows of other tokens", ups[0].node.name, ups[-1].node.name, node=ups[-1].node)
+    steps = cone([up.rows for up in ups], [*found, *(node for up in ups for node in up.order.nodes)])
+    return found[0], steps, masked
+
+
+def _packed(gemm: ExpertGemm, memo: Memo) -> PackedWeight:
+    """The packed weight of a GEMM, whose blocks must lie along the axis that the GEMM sums over."""
+    packed, transposed = identify(gemm.weight, memo)
+    if transposed != gemm.k_first:
+        raise NoMatch("{} sums over an axis that its scales do not run along", gemm.node.name, node=gemm.node)
+    return packed
+
+
+def _check_sizes(w13: PackedWeight, w2: PackedWeight, hidden: fx.Node, up: ExpertGemm, top_k: int) -> None:
+    if w13.format != w2.format:
+        raise NoMatch("the projections are packed as {} and as {}", w13.format, w2.format, node=up.node)
+    (experts, rows, columns), (experts_2, width, intermediate) = w13.shape, w2.shape
+    if experts != experts_2 or columns != width or rows not in (intermediate, 2 * intermediate):
+        raise NoMatch("weights {} and {} do not fit together", w13.shape, w2.shape, node=up.node)
+    sizes = shape(hidden)
+    if not same(sizes[-1], width) or not same(numel(hidden) * top_k, numel(up.order.ids) * width):
+        raise NoMatch("{} is not one row of {} for every token", hidden.name, width, node=hidden)
+
+
+def _weight_feeds(ups: Sequence[Projection], down: Projection) -> dict[fx.Node, Feed]:
+    feeds = {down.gemm.weight: Feed(Operand.W2, k_first=down.gemm.k_first)}
+    for half, up in enumerate(ups):
+        part = half if len(ups) == 2 else None
+        feeds[up.gemm.weight] = Feed(Operand.W13, half=part, k_first=up.gemm.k_first)
+        if up.bias is not None:
+            feeds[up.bias] = Feed(Operand.W13_BIAS, half=part)
+    if down.bias is not None:
+        feeds[down.bias] = Feed(Operand.W2_BIAS)
+    return feeds

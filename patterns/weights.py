@@ -1,0 +1,102 @@
+"""Operands that a graph holds in parts: gate and up apart, or a tensor for each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+from ..matching import Assembled, NoMatch, PackedWeight, Source, nodes_of
+
+
+def join_halves(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """w13 from one weight with the rows of gate and up, or from one for each, in this order.
+
+    Raises:
+        NoMatch: they are not alike.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    first, second = parts
+    if first.format != second.format or first.shape != second.shape:
+        raise NoMatch("gate and up are packed as {} {} and as {} {}", first.format, first.shape, second.format,
+                      second.shape)  # fmt: skip
+    experts, rows, columns = first.shape
+    block = first.format.block_size
+    return replace(
+        first,
+        codes=_rows_of([first.codes, second.codes], (experts, rows, columns // 2), torch.uint8),
+        scale=_rows_of([first.scale, second.scale], (experts, rows, columns // block), first.format.scale_dtype),
+        global_scale=_global_rows(parts),
+        shape=(experts, 2 * rows, columns),
+    )
+
+
+def join_sources(parts: Sequence[fx.Node | None]) -> Source | None:
+    """The biases ``[E, N]`` of gate and up, in one; None where there are none.
+
+    Raises:
+        NoMatch: only one of them has a bias.
+    """
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    if len(present) != len(parts):
+        raise NoMatch("one of gate and up has a bias, the other has none", node=present[0])
+    return present[0] if len(present) == 1 else Assembled(concatenated_rows, tuple(present))
+
+
+def concatenated_rows(*parts: torch.Tensor) -> torch.Tensor:
+    """``[E, N, ...]`` of every part to one with all their rows."""
+    return torch.cat(parts, dim=1)
+
+
+def _rows_of(parts: Sequence[Source], shape: tuple[int, int, int], dtype: torch.dtype) -> Assembled:
+    return _assembled(parts, partial(_joined_rows, _makers(parts), shape, dtype))
+
+
+def _global_rows(parts: Sequence[PackedWeight]) -> Source | None:
+    """The global scales ``[E, 2N]``: every half keeps its own."""
+    scales = [part.global_scale for part in parts if part.global_scale is not None]
+    if not scales:
+        return None
+    experts, rows, _ = parts[0].shape
+    return _assembled(scales, partial(_joined_globals, _makers(scales), experts, rows))
+
+
+_Maker: TypeAlias = "tuple[Callable[..., torch.Tensor] | None, int]"
+"""How one part is made canonical (None: it is, but for its shape), and from how many tensors."""
+
+
+def _makers(parts: Sequence[Source]) -> tuple[_Maker, ...]:
+    return tuple((part.function if isinstance(part, Assembled) else None, len(nodes_of(part))) for part in parts)
+
+
+def _assembled(parts: Sequence[Source], function: Callable[..., torch.Tensor]) -> Assembled:
+    return Assembled(function, tuple(node for part in parts for node in nodes_of(part)))
+
+
+def _made(makers: tuple[_Maker, ...], tensors: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+    rest = iter(tensors)
+    for function, count in makers:
+        given = tuple(islice(rest, count))
+        yield given[0] if function is None else function(*given)
+
+
+def _joined_rows(
+    makers: tuple[_Maker, ...], shape: tuple[int, int, int], dtype: torch.dtype, *tensors: torch.Tensor
+) -> torch.Tensor:
+    """Bytes of every part ``shape``, one below the other: ``[E, 2N, ...]`` of ``dtype``."""
+    parts = [part.view(torch.uint8).reshape(shape) for part in _made(makers, tensors)]
+    return torch.cat(parts, dim=1).view(dtype)
+
+
+def _joined_globals(makers: tuple[_Maker, ...], experts: int, rows: int, *tensors: torch.Tensor) -> torch.Tensor:
+    parts = [part.to(torch.float32) for part in _made(makers, tensors)]
+    wide = [part.reshape(-1, rows if part.numel() == experts * rows else 1).expand(experts, rows) for part in parts]
+    return torch.cat(wide, dim=1)
