@@ -14,7 +14,7 @@ from models import MoEStack, hidden_states, pack_experts, tiny_model
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from fp4_inductor.matching import Match
+from fp4_inductor.matching import Assembled, Match, nodes_of
 from fp4_inductor.reference import moe_reference
 from fp4_inductor.spec import Operand
 
@@ -119,8 +119,9 @@ def operand_values(match: Match, values: dict[fx.Node, Any]) -> dict[Operand, to
         Operand.TOPK_WEIGHTS: (-1, spec.top_k),
     }
     found = {}
-    for operand, node in match.operands.items():
-        value = values[node]
+    for operand, source in match.operands.items():
+        parts = [values[node] for node in nodes_of(source)]
+        value = source.function(*parts) if isinstance(source, Assembled) else parts[0]
         if operand in (Operand.W13_GLOBAL, Operand.W2_GLOBAL):
             value = value.reshape(1, 1) if value.numel() == 1 else value.reshape(spec.num_experts, -1)
         found[operand] = value.reshape(shapes[operand]) if operand in shapes else value
