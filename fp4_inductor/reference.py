@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import pi, sqrt
 
 import torch
 import torch.nn.functional as F
 
 from .formats import BlockFormat
 from .quant import dequantize
-from .spec import ActivationSpec, GateUpOrder, MoESpec, Operand
+from .spec import ACTIVATION_KNOBS, ActivationSpec, GateUpOrder, MoESpec, Operand
 
 
 def activate(gate_up: torch.Tensor, activation: ActivationSpec, order: GateUpOrder) -> torch.Tensor:
@@ -24,29 +26,53 @@ def activate(gate_up: torch.Tensor, activation: ActivationSpec, order: GateUpOrd
         [..., I], dtype of ``gate_up``.
     """
     if not activation.gated:
-        return _apply(gate_up, activation)
+        return gate_factor(gate_up, activation)
     if order is GateUpOrder.INTERLEAVED:
         gate, up = gate_up[..., ::2], gate_up[..., 1::2]
     else:
         gate, up = gate_up.chunk(2, dim=-1)
         if order is GateUpOrder.UP_GATE:
             gate, up = up, gate
-    if activation.limit is not None:
-        gate = gate.clamp(max=_number(activation.limit))
-        up = up.clamp(-_number(activation.limit), _number(activation.limit))
-    return _apply(gate, activation) * (up + _number(activation.beta))
+    return gate_factor(gate, activation) * up_factor(up, activation)
 
 
-def _apply(x: torch.Tensor, activation: ActivationSpec) -> torch.Tensor:
+def gate_factor(gate: torch.Tensor, activation: ActivationSpec) -> torch.Tensor:
+    """``act(gate)``, bounded: same shape and dtype; no field of ``activation`` is RUNTIME."""
+    if activation.limit is None:
+        return _act(gate, gate, activation)
+    limit = _number(activation.limit)
+    if activation.bound == "softcap":
+        return _act(gate, _softcap(gate, limit), activation)
+    if activation.bound == "clamp_activated":
+        return _act(gate, gate, activation).clamp(max=limit)
+    gate = gate.clamp(max=limit)
+    return _act(gate, gate, activation)
+
+
+def up_factor(up: torch.Tensor, activation: ActivationSpec) -> torch.Tensor:
+    """``up + beta``, bounded: same shape and dtype; no field of ``activation`` is RUNTIME."""
+    limit = activation.limit if activation.up_limit is None else activation.up_limit
+    if limit is not None:
+        size = _number(limit)
+        up = _softcap(up, size) if activation.bound == "softcap" else up.clamp(-size, size)
+    return up + _number(activation.beta)
+
+
+def _act(x: torch.Tensor, factor: torch.Tensor, activation: ActivationSpec) -> torch.Tensor:
+    """``factor * s(x)``, which is ``act(x)`` where the factor is x."""
     if activation.kind == "silu":
-        return x * torch.sigmoid(x * _number(activation.alpha))
+        return factor * torch.sigmoid(x * _number(activation.alpha))
     if activation.kind == "gelu":
-        return F.gelu(x)
+        return factor * (0.5 * (1 + torch.erf(x * sqrt(0.5))))
     if activation.kind == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
+        return factor * torch.sigmoid(sqrt(8 / pi) * (x + 0.044715 * x * x * x))
     if activation.kind == "relu":
-        return F.relu(x)
-    return F.relu(x).square()
+        return torch.where(x > 0, factor, 0.0)
+    return factor * F.relu(x)
+
+
+def _softcap(x: torch.Tensor, limit: float) -> torch.Tensor:
+    return torch.tanh(x / limit) * limit
 
 
 def _number(value: object) -> float:
@@ -109,15 +135,5 @@ def _expert(
 
 def resolve_scalars(activation: ActivationSpec, operands: Mapping[Operand, torch.Tensor]) -> ActivationSpec:
     """``activation`` with its RUNTIME fields read from ``operands``."""
-    given = {
-        field: float(operands[operand])
-        for field, operand in (("alpha", Operand.ALPHA), ("beta", Operand.BETA), ("limit", Operand.LIMIT))
-        if operand in operands
-    }
-    return ActivationSpec(
-        kind=activation.kind,
-        gated=activation.gated,
-        alpha=given.get("alpha", activation.alpha),
-        beta=given.get("beta", activation.beta),
-        limit=given.get("limit", activation.limit),
-    )
+    given = {field: float(operands[knob]) for field, knob in ACTIVATION_KNOBS.items() if knob in operands}
+    return replace(activation, **given)  # type: ignore[arg-type]

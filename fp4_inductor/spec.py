@@ -10,6 +10,7 @@ I intermediate size, N output rows and K input columns of one GEMM, bs block siz
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -45,9 +46,19 @@ class Operand(Enum):
     ALPHA = "alpha"  # 0-d, where the graph takes it at run time
     BETA = "beta"
     LIMIT = "limit"
+    UP_LIMIT = "up_limit"
 
     def __str__(self) -> str:
         return self.value
+
+
+ACTIVATION_KNOBS: Mapping[str, Operand] = {
+    "alpha": Operand.ALPHA,
+    "beta": Operand.BETA,
+    "limit": Operand.LIMIT,
+    "up_limit": Operand.UP_LIMIT,
+}
+"""The fields of ``ActivationSpec`` that a graph may take at run time, and the operand that then holds each."""
 
 
 class Runtime(Enum):
@@ -103,9 +114,16 @@ class TokenRange:
 class ActivationSpec:
     """``act(gate) * (up + beta)`` if gated, else ``act(gate)``.
 
-    ``act`` by kind: silu ``x * sigmoid(alpha * x)``; gelu and gelu_tanh (alpha 1); relu; relu2
-    ``relu(x)**2``. With a ``limit``, first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
-    A field that is ``RUNTIME`` is an operand of the graph (ALPHA, BETA, LIMIT).
+    ``act(x) = x * s(x)`` by kind: silu ``s = sigmoid(alpha * x)``; gelu and gelu_tanh ``s = Phi(x)``, exact and by
+    tanh; relu ``s = (x > 0)``; relu2 ``s = relu(x)``. A ``limit`` bounds gate and up, up by ``up_limit`` where that
+    is given:
+
+    - bound "clamp": ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)`` go in;
+    - bound "clamp_activated": ``act(gate) = min(act(gate), limit)`` comes out, up as before;
+    - bound "softcap": ``cap(x) = limit * tanh(x / limit)`` stands for x where it is a factor, so that the result is
+      ``cap(gate) * s(gate) * (cap(up) + beta)``.
+
+    A field that is ``RUNTIME`` is an operand of the graph (``ACTIVATION_KNOBS``).
     """
 
     kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -113,6 +131,8 @@ class ActivationSpec:
     alpha: float | Runtime = 1.0
     beta: float | Runtime = 0.0
     limit: float | Runtime | None = None
+    up_limit: float | Runtime | None = None
+    bound: Literal["clamp", "clamp_activated", "softcap"] = "clamp"
 
     def __str__(self) -> str:
         name = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}.get(self.kind, self.kind)
@@ -124,7 +144,10 @@ class ActivationSpec:
         if self.beta != 0.0:
             knobs.append(f"beta={self.beta}")
         if self.limit is not None:
-            knobs.append(f"limit={self.limit}")
+            bound = {"clamp": "limit", "clamp_activated": "limit_after", "softcap": "softcap"}[self.bound]
+            knobs.append(f"{bound}={self.limit}")
+        if self.up_limit is not None:
+            knobs.append(f"up={self.up_limit}")
         return f"{name}({', '.join(knobs)})" if knobs else name
 
 

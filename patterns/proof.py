@@ -7,15 +7,15 @@ values, and compared with a mixture of experts written down directly from the sp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import fx
 
 from ..matching import NoMatch
-from ..reference import activate
-from ..spec import RUNTIME, ActivationSpec, Operand
+from ..reference import activate, resolve_scalars
+from ..spec import ActivationSpec, Operand
 from .block import Block, Feed
 from .graph_tools import shape
 from .miniature import Miniature, Sizes, miniature, small_symbols
@@ -72,7 +72,7 @@ def _compare(block: Block, small: Miniature, regime: Regime, scale: float, seed:
         values = _values(block, small.sizes, regime, scale, seed)
         fed = {node: _as_fed(feed, values[feed.operand], node) for feed, node in small.feeds.items()}
         (got,) = evaluate([small.output], fed)
-        want = mixture(values, _with_scalars(block.activation, values), block)
+        want = mixture(values, resolve_scalars(block.activation, values), block)
         got = got.reshape(want.shape)
         scale_of_row = want.abs().amax(dim=-1, keepdim=True).clamp_min(want.abs().max() * 1e-6)
         error = float(((got - want).abs() / scale_of_row).max())
@@ -102,6 +102,7 @@ def _values(block: Block, sizes: Sizes, regime: Regime, scale: float, seed: int)
         Operand.ALPHA: torch.tensor(1.37 * scale, dtype=torch.float64),
         Operand.BETA: torch.tensor(0.81 * scale, dtype=torch.float64),
         Operand.LIMIT: torch.tensor(2.3 * scale, dtype=torch.float64),
+        Operand.UP_LIMIT: torch.tensor(1.9 * scale, dtype=torch.float64),
     }
     return {operand: values[operand] for operand in {feed.operand for feed in block.feeds.values()}}
 
@@ -140,14 +141,6 @@ def _as_fed(feed: Feed, value: torch.Tensor, node: fx.Node) -> torch.Tensor:
     if feed.operand is Operand.TOPK_IDS:
         value = value.to(node.meta["val"].dtype)
     return value.reshape(node.meta["val"].shape)
-
-
-def _with_scalars(activation: ActivationSpec, values: Mapping[Operand, torch.Tensor]) -> ActivationSpec:
-    """``activation`` with the values of its runtime fields."""
-    for field, operand in (("alpha", Operand.ALPHA), ("beta", Operand.BETA), ("limit", Operand.LIMIT)):
-        if getattr(activation, field) is RUNTIME:
-            activation = replace(activation, **{field: float(values[operand])})  # type: ignore[arg-type]
-    return activation
 
 
 def mixture(values: Mapping[Operand, torch.Tensor], activation: ActivationSpec, block: Block) -> torch.Tensor:

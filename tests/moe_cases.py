@@ -11,7 +11,7 @@ import torch
 
 from fp4_inductor.formats import BlockFormat
 from fp4_inductor.reference import moe_reference
-from fp4_inductor.spec import RUNTIME, ActivationSpec, GateUpOrder, MoESpec, Operand
+from fp4_inductor.spec import ACTIVATION_KNOBS, RUNTIME, ActivationSpec, GateUpOrder, MoESpec, Operand
 
 SWIGLU = ActivationSpec("silu")
 CLAMPED_SWIGLU = ActivationSpec("silu", alpha=1.702, beta=1.0, limit=2.0)
@@ -50,7 +50,7 @@ def make_case(
     outside_ids: bool = False,
     idle_expert: bool = True,
     amplitude: float = 1.0,
-    scalars: tuple[float, float, float] = (1.702, 1.0, 2.0),
+    scalars: tuple[float, float, float, float] = (1.702, 1.0, 2.0, 1.5),
     seed: int = 0,
     device: str = "cpu",
 ) -> MoECase:
@@ -60,7 +60,7 @@ def make_case(
         global_scale: how finely global scales differ (formats that have one).
         outside_ids: some ids lie outside [0, E), and token 0 has no expert at all.
         idle_expert: one expert gets no token (where top_k leaves one free).
-        scalars: values of alpha, beta and limit where the activation declares them RUNTIME.
+        scalars: values of alpha, beta, limit and up_limit where the activation declares them RUNTIME.
     """
     spec = MoESpec(
         num_experts=num_experts,
@@ -90,9 +90,8 @@ def make_case(
         dtype = act_dtype if bias_dtype is None else bias_dtype
         for operand, rows in ((Operand.W13_BIAS, spec.w13_rows), (Operand.W2_BIAS, hidden_size)):
             operands[operand] = torch.randn(num_experts, rows, generator=rng, device=device).to(dtype)
-    knobs = (activation.alpha, activation.beta, activation.limit)
-    for knob, operand, value in zip(knobs, (Operand.ALPHA, Operand.BETA, Operand.LIMIT), scalars, strict=True):
-        if knob is RUNTIME:
+    for (field, operand), value in zip(ACTIVATION_KNOBS.items(), scalars, strict=True):
+        if getattr(activation, field) is RUNTIME:
             operands[operand] = torch.tensor(value, dtype=torch.float64)
     return MoECase(spec, operands)
 
@@ -174,6 +173,20 @@ EXPERTS_CASES: dict[str, dict[str, Any]] = {
     "gelu_tanh": {"activation": ActivationSpec("gelu_tanh", limit=1.5)},
     "relu": {"activation": ActivationSpec("relu", beta=0.5)},
     "relu2": {"activation": ActivationSpec("relu2")},
+    "limit_after": {"activation": ActivationSpec("silu", limit=0.5, bound="clamp_activated"), "amplitude": 2.0},
+    "two_limits": {"activation": ActivationSpec("silu", beta=1.0, limit=0.7, up_limit=1.3), "amplitude": 2.0},
+    "softcap": {
+        "activation": ActivationSpec("silu", limit=1.5, up_limit=2.5, bound="softcap"),
+        "amplitude": 2.0,
+        "bias": True,
+    },
+    "runtime_softcap": {
+        "activation": ActivationSpec("gelu", limit=RUNTIME, up_limit=RUNTIME, bound="softcap"),
+        "amplitude": 2.0,
+    },
+    "not_gated_limit": {"activation": ActivationSpec("relu2", gated=False, limit=0.8), "bias": True},
+    "not_gated_limit_after": {"activation": ActivationSpec("silu", gated=False, limit=0.3, bound="clamp_activated")},
+    "not_gated_softcap": {"activation": ActivationSpec("gelu_tanh", gated=False, limit=0.9, bound="softcap")},
     "not_gated": {"activation": ActivationSpec("relu2", gated=False), "bias": True, "top_k": 3},
     "float16": {"act_dtype": torch.float16, "bias": True, "weights_dtype": torch.float16},
     "low_weights": {"weights_dtype": torch.bfloat16, "global_scale": "tensor"},

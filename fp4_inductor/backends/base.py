@@ -70,8 +70,8 @@ _SCHEMA = (
     "(Tensor hidden, Tensor topk_ids, Tensor topk_weights, "
     "Tensor w13, Tensor w13_scale, Tensor? w13_global, Tensor? w13_bias, "
     "Tensor w2, Tensor w2_scale, Tensor? w2_global, Tensor? w2_bias, "
-    "Tensor? alpha_input, Tensor? beta_input, Tensor? limit_input, "
-    "str activation, bool gated, float alpha, float beta, float? limit, str w13_order, "
+    "Tensor? alpha_input, Tensor? beta_input, Tensor? limit_input, Tensor? up_limit_input, "
+    "str activation, bool gated, float alpha, float beta, float? limit, float? up_limit, str bound, str w13_order, "
     "str weight_format, int block_size, str scale_encoding, ScalarType out_dtype) -> Tensor"
 )
 
@@ -142,11 +142,14 @@ def experts_args(
         knob(act.alpha, Operand.ALPHA),
         knob(act.beta, Operand.BETA),
         knob(act.limit, Operand.LIMIT),
+        knob(act.up_limit, Operand.UP_LIMIT),
         act.kind,
         act.gated,
         literal(act.alpha),
         literal(act.beta),
         literal(act.limit),
+        literal(act.up_limit),
+        act.bound,
         str(spec.w13_order if w13_order is None else w13_order),
         fmt.name,
         fmt.block_size,
@@ -170,11 +173,14 @@ def _decode(
     alpha_input: torch.Tensor | None,
     beta_input: torch.Tensor | None,
     limit_input: torch.Tensor | None,
+    up_limit_input: torch.Tensor | None,
     activation: str,
     gated: bool,
     alpha: float,
     beta: float,
     limit: float | None,
+    up_limit: float | None,
+    bound: str,
     w13_order: str,
     weight_format: str,
     block_size: int,
@@ -194,6 +200,8 @@ def _decode(
             alpha=alpha if alpha_input is None else float(alpha_input),
             beta=beta if beta_input is None else float(beta_input),
             limit=limit if limit_input is None else float(limit_input),
+            up_limit=up_limit if up_limit_input is None else float(up_limit_input),
+            bound=bound,  # type: ignore[arg-type]
         ),
         w13_order=GateUpOrder(w13_order),
         weight_format=BlockFormat(

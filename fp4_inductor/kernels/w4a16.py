@@ -142,7 +142,7 @@ def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int,
     w13, activation, hidden_size = experts.w13, experts.activation, hidden.shape[1]
     intermediate_size = w13.rows.shape[1] // (2 if activation.gated else 1)
     h = hidden.new_empty(routes.num_pairs, intermediate_size)
-    limit = activation.limit
+    limit = 0.0 if activation.limit is None else activation.limit
     cut = _cut(routes, intermediate_size, hidden_size, config.gate_up, h.device)
     accumulators = 2 if activation.gated else 1
     gate_up_kernel[(cut.num_blocks * cut.split_k,)](
@@ -160,11 +160,12 @@ def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int,
         intermediate_size,
         activation.alpha,
         activation.beta,
-        0.0 if limit is None else limit,
+        limit,
+        limit if activation.up_limit is None else activation.up_limit,
         HAS_BIAS=w13.bias is not None,
         GATED=activation.gated,
         UP_FIRST=experts.up_first,
-        HAS_LIMIT=limit is not None,
+        BOUND=activation.bound if activation.limit is not None else "none",
         KIND=activation.kind,
         **_constants(w13, experts.e4m3, hidden_size, config, config.gate_up, cut.split_k),
     )

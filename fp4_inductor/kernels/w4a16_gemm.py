@@ -192,21 +192,54 @@ def _cast(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _activate(x, alpha, KIND: tl.constexpr):
-    """float32 activation; KIND and formulas as ``spec.ActivationSpec``."""
+def _softcap(x, limit):
+    """``limit * tanh(x / limit)``."""
+    z = x / limit
+    large = 1 - 2 / (1 + tl.exp(2 * z))  # loses digits where it nearly cancels
+    return limit * tl.where(tl.abs(z) < 0.04, z - z * z * z * (1 / 3), large)
+
+
+@triton.jit
+def _act(x, factor, alpha, KIND: tl.constexpr):
+    """float32 ``factor * s(x)``, which is the activation of x where the factor is x; as ``spec.ActivationSpec``."""
     if KIND == "silu":
-        y = x / (1 + tl.exp(-alpha * x))
+        y = factor / (1 + tl.exp(-alpha * x))
     elif KIND == "gelu":
-        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+        y = 0.5 * factor * (1 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":
-        y = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        y = factor / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif KIND == "relu":
-        y = tl.maximum(x, 0.0)
+        y = tl.where(x > 0, factor, 0.0)
     else:
         tl.static_assert(KIND == "relu2")
-        y = tl.maximum(x, 0.0)
-        y = y * y
+        y = factor * tl.maximum(x, 0.0)
     return y
+
+
+@triton.jit
+def _activated(gate, limit, alpha, BOUND: tl.constexpr, KIND: tl.constexpr):
+    """float32 activation of a gate bounded by ``limit``."""
+    if BOUND == "softcap":
+        y = _act(gate, _softcap(gate, limit), alpha, KIND)
+    elif BOUND == "clamp_activated":
+        y = tl.minimum(_act(gate, gate, alpha, KIND), limit)
+    elif BOUND == "clamp":
+        gate = tl.minimum(gate, limit)
+        y = _act(gate, gate, alpha, KIND)
+    else:
+        tl.static_assert(BOUND == "none")
+        y = _act(gate, gate, alpha, KIND)
+    return y
+
+
+@triton.jit
+def _bounded_up(up, limit, BOUND: tl.constexpr):
+    """float32 up, bounded by ``limit``."""
+    if BOUND == "softcap":
+        up = _softcap(up, limit)
+    elif BOUND != "none":
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    return up
 
 
 @triton.jit
@@ -291,6 +324,7 @@ def gate_up_kernel(
     alpha,
     beta,
     limit,
+    up_limit,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -301,7 +335,7 @@ def gate_up_kernel(
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     UP_FIRST: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
+    BOUND: tl.constexpr,
     KIND: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -357,12 +391,9 @@ def gate_up_kernel(
     gate = _scale_and_bias(gate, row_scale, bias, gate_row + tl.minimum(n, I - 1), HAS_BIAS)
     if GATED:
         up = _scale_and_bias(up, row_scale, bias, up_row + tl.minimum(n, I - 1), HAS_BIAS)
-        if HAS_LIMIT:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-        out = _activate(gate, alpha, KIND) * (up + beta)
+        out = _activated(gate, limit, alpha, BOUND, KIND) * (_bounded_up(up, up_limit, BOUND) + beta)
     else:
-        out = _activate(gate, alpha, KIND)
+        out = _activated(gate, limit, alpha, BOUND, KIND)
     pointers = h + row.to(tl.int64)[None, :] * I + n[:, None]
     tl.store(pointers, _cast(out, DTYPE, INTERPRETED), mask=(n < I)[:, None] & valid[None, :])
 

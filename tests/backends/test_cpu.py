@@ -30,7 +30,10 @@ ACTIVATIONS = [
     ActivationSpec("relu"),
     ActivationSpec("relu2", gated=False),
     ActivationSpec("gelu", gated=False),
-    ActivationSpec("silu", alpha=RUNTIME, beta=RUNTIME, limit=RUNTIME),
+    ActivationSpec("silu", alpha=RUNTIME, beta=RUNTIME, limit=RUNTIME, up_limit=RUNTIME),
+    ActivationSpec("silu", limit=0.5, bound="clamp_activated"),
+    ActivationSpec("gelu", limit=0.5, up_limit=1.5, bound="softcap"),
+    ActivationSpec("relu2", gated=False, limit=0.5),
 ]
 
 

@@ -29,9 +29,9 @@ def test_equals_the_reference_bit_by_bit(fmt: BlockFormat, w13_order: GateUpOrde
 
 
 def test_runtime_scalars_reach_the_op() -> None:
-    activation = ActivationSpec("silu", alpha=RUNTIME, beta=RUNTIME, limit=RUNTIME)
+    activation = ActivationSpec("silu", alpha=RUNTIME, beta=RUNTIME, limit=RUNTIME, up_limit=RUNTIME)
     plans, outs = [], []
-    for scalars in ((1.702, 1.0, 2.0), (1.0, 0.5, 0.7)):
+    for scalars in ((1.702, 1.0, 2.0, 1.5), (1.0, 0.5, 0.7, 0.9)):
         case = make_case(MXFP4, activation=activation, scalars=scalars, act_dtype=torch.float32)
         plans.append(get_backend("reference").plan(case.spec, CPU))
         outs.append(run_plan(plans[-1], case.operands))

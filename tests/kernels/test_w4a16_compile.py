@@ -22,7 +22,7 @@ from fp4_inductor.kernels import w4a16_gemm, w4a16_route  # noqa: E402
 
 POINTERS = {"words": "i16", "row_scale": "fp32", "bias": "fp32", "topk_weights": "fp32", "topk_ids": "i64"}
 ACTIVATIONS = ("hidden", "h", "y", "out")
-SCALARS = {"alpha": "fp32", "beta": "fp32", "limit": "fp32"}
+SCALARS = {"alpha": "fp32", "beta": "fp32", "limit": "fp32", "up_limit": "fp32"}
 INTEGERS = ("top_k", "H", "I", "num_experts", "num_pairs", "num_chunks")
 
 
@@ -49,7 +49,16 @@ def compile_for(arch: int, kernel: Any, constants: dict[str, object], dtype: str
     return triton.compile(ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", arch, 32), options)
 
 
-def gemm(arch: int, kernel: Any, config: W4A16Config, *, e4m3: bool, dtype: str = "bf16", split: int = 1) -> None:
+def gemm(
+    arch: int,
+    kernel: Any,
+    config: W4A16Config,
+    *,
+    e4m3: bool,
+    dtype: str = "bf16",
+    split: int = 1,
+    bound: str = "clamp",
+) -> None:
     cut = config.gate_up if kernel is w4a16_gemm.gate_up_kernel else config.down
     constants: dict[str, object] = {
         "BLOCK_M": config.block_m,
@@ -63,7 +72,7 @@ def gemm(arch: int, kernel: Any, config: W4A16Config, *, e4m3: bool, dtype: str 
         "INTERPRETED": False,
     }
     if kernel is w4a16_gemm.gate_up_kernel:
-        constants |= {"GATED": True, "UP_FIRST": False, "HAS_LIMIT": True, "KIND": "silu"}
+        constants |= {"GATED": True, "UP_FIRST": False, "BOUND": bound, "KIND": "silu"}
     built = compile_for(arch, kernel, constants, dtype, num_warps=cut.num_warps, num_stages=cut.num_stages)
     assert built.metadata.shared <= shared_memory(config) <= DeviceInfo.parse(f"sm_{arch}").shared_memory
     assert "mma" in built.asm["ptx"], "the product must run on the matrix units"
@@ -72,6 +81,12 @@ def gemm(arch: int, kernel: Any, config: W4A16Config, *, e4m3: bool, dtype: str 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 def test_the_widest_tiles_fit(arch: int) -> None:
     gemm(arch, w4a16_gemm.gate_up_kernel, configs(arch)[-1], e4m3=True)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("bound", ["none", "clamp_activated", "softcap"])
+def test_every_bound(arch: int, bound: str) -> None:
+    gemm(arch, w4a16_gemm.gate_up_kernel, configs(arch)[0], e4m3=True, bound=bound)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
