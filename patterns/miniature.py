@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ..matching import NoMatch
+from ..spec import Operand
 from .graph_tools import is_size, shape
 from .probing import cone, isolated, size_hint
 
@@ -23,6 +24,8 @@ _SIZE_ARGUMENTS = frozenset(
     {"size", "shape", "sizes", "length", "split_size", "split_sizes", "start", "end", "output_size"}
 )
 """Arguments that are sizes. What else is a number in a graph keeps its value."""
+
+_PER_TOKEN = frozenset(map(str, (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS)))
 
 _WIDTHS = tuple(range(32, 256, 16))
 """Multiples of 16, which grouped GEMMs ask for."""
@@ -68,7 +71,8 @@ def miniature(output: fx.Node, feeds: Mapping[fx.Node, Any], sizes: Sizes, symbo
     Raises:
         NoMatch: an operation of the region does not run at other sizes.
     """
-    renamed, names = _rename(sizes, shrink_tokens=not symbols)
+    in_batches = any(len(shape(feed)) > 2 for feed, name in feeds.items() if str(name) in _PER_TOKEN)
+    renamed, names = _rename(sizes, shrink_tokens=not symbols and not in_batches)
     copier = _Copier(names, symbols, output.graph)
     for feed, name in feeds.items():
         copier.feed(feed, str(name))
