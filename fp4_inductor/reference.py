@@ -27,13 +27,16 @@ def activate(gate_up: torch.Tensor, activation: ActivationSpec, order: GateUpOrd
     """
     if not activation.gated:
         return gate_factor(gate_up, activation)
-    if order is GateUpOrder.INTERLEAVED:
-        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-    else:
-        gate, up = gate_up.chunk(2, dim=-1)
-        if order is GateUpOrder.UP_GATE:
-            gate, up = up, gate
+    gate, up = split_gate_up(gate_up, order)
     return gate_factor(gate, activation) * up_factor(up, activation)
+
+
+def split_gate_up(gate_up: torch.Tensor, order: GateUpOrder) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up ``[..., I]`` each, views of ``gate_up`` ``[..., 2I]``."""
+    if order is GateUpOrder.INTERLEAVED:
+        return gate_up[..., ::2], gate_up[..., 1::2]
+    first, second = gate_up.tensor_split(2, dim=-1)
+    return (first, second) if order is GateUpOrder.GATE_UP else (second, first)
 
 
 def gate_factor(gate: torch.Tensor, activation: ActivationSpec) -> torch.Tensor:

@@ -19,10 +19,10 @@ from torch import fx
 
 from ..matching import NoMatch
 from ..spec import RUNTIME, RouterSpec, Scoring
-from .activation import SELECTING, close, numbers
 from .probing import cone, constant_value, dtype_of, evaluate, isolated, shape_hint
 from .resizing import op_name, probe_shapes
 from .signature import Memo, signature
+from .steps import SELECTING, close, numbers
 
 _MAX_NODES = 400
 _ROWS = 48

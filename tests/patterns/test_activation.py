@@ -1,116 +1,55 @@
-"""Spellings of expert activations that must be recognised, and near twins that must not."""
+"""Spellings of expert activations that must be recognised, in traces and in compiled graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from activation_spellings import (
+    GATE_UP,
+    INTERLEAVED,
+    UP_GATE,
+    Fn,
+    I,
+    Tensor,
+    clamped,
+    clamped_after,
+    clamped_at_infinity,
+    clamped_by_minimum,
+    clamped_by_where,
+    found,
+    geglu,
+    geglu_tanh,
+    gelu_by_erf,
+    gelu_by_polynomial,
+    gpt_oss,
+    name_of,
+    plus_one_by_addition,
+    product_in_float32,
+    quick_geglu,
+    reglu,
+    relu_squared,
+    softcapped,
+    swiglu,
+    swiglu_interleaved,
+    swiglu_other_spelling,
+    swiglu_paired,
+    swiglu_sigmoid,
+    swiglu_stacked,
+    swiglu_up_first,
+    traced,
+    two_limits,
+)
 from capture import Level, capture
-from fp4_inductor.patterns.activation import identify_activation
+from fp4_inductor.patterns.activation import IdentifiedActivation, identify_activation
 from torch import fx, nn
-from torch._decomp import core_aten_decompositions
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4_inductor.matching import NoMatch
-from fp4_inductor.spec import RUNTIME, ActivationSpec, GateUpOrder, Operand
-
-Tensor = torch.Tensor
-Fn = Callable[..., Tensor]
-I = 40  # noqa: E741
-GATE_UP, UP_GATE, INTERLEAVED = GateUpOrder.GATE_UP, GateUpOrder.UP_GATE, GateUpOrder.INTERLEAVED
-
-
-def name_of(value: object) -> str | None:
-    return getattr(value, "__name__", None) if callable(value) else None
-
-
-def traced(fn: Fn, rows: tuple[int, ...] = (6,), width: int = 2 * I, *scalars: Tensor,
-           dtype: torch.dtype = torch.bfloat16, decompose: bool = True) -> Any:  # fmt: skip
-    """The result and the pre-activation of ``fn`` in a graph of ATen."""
-    table = core_aten_decompositions() if decompose else {}
-    functional = torch.func.functionalize(lambda *inputs: fn(*inputs), remove="mutations_and_views")
-    graph = make_fx(functional, decomposition_table=table, tracing_mode="fake")(
-        torch.randn(*rows, width, dtype=dtype), *scalars
-    )
-    (result,) = next(iter(reversed(graph.graph.nodes))).args
-    return result, next(iter(graph.graph.nodes))
-
-
-def found(fn: Fn, *args: Any, **kwargs: Any) -> tuple[ActivationSpec, GateUpOrder]:
-    result, inputs = traced(fn, *args, **kwargs)
-    identified = identify_activation(result, [inputs], I)
-    assert not identified.scalars
-    return identified.spec, identified.order
-
-
-def swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def swiglu_up_first(x: Tensor) -> Tensor:
-    up, gate = x.split(I, dim=-1)
-    return F.silu(gate) * up
-
-
-def swiglu_other_spelling(x: Tensor) -> Tensor:
-    gate, up = x[..., :I].float(), x[..., I:].float()
-    return (gate / (1 + torch.exp(-gate)) * up).to(x.dtype)
-
-
-def swiglu_sigmoid(x: Tensor) -> Tensor:
-    gate, up = x[..., :I], x[..., I:]
-    return up * gate * torch.sigmoid(gate)
-
-
-def swiglu_interleaved(x: Tensor) -> Tensor:
-    return F.silu(x[..., ::2]) * x[..., 1::2]
-
-
-def swiglu_paired(x: Tensor) -> Tensor:
-    gate, up = x.unflatten(-1, (I, 2)).unbind(-1)
-    return F.silu(gate) * up
-
-
-def swiglu_stacked(x: Tensor) -> Tensor:
-    both = x.reshape(-1, 2, I)
-    return F.silu(both[:, 0]) * both[:, 1]
-
-
-def geglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate) * up
-
-
-def geglu_tanh(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def reglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return torch.where(gate > 0, gate, 0.0) * up
-
-
-def gpt_oss(x: Tensor, alpha: float | Tensor = 1.702, limit: float = 7.0, gate_low: float | None = None) -> Tensor:
-    gate, up = x[..., ::2], x[..., 1::2]
-    gate = gate.clamp(min=gate_low, max=limit)
-    up = up.clamp(min=-limit, max=limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
-
-
-def clamped(x: Tensor, limit: float = 10.0) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    return torch.square(F.relu(x))
-
+from fp4_inductor.reference import activate
+from fp4_inductor.spec import ACTIVATION_KNOBS, RUNTIME, ActivationSpec, GateUpOrder, Operand
 
 CATALOGUE = [
     (swiglu, ActivationSpec("silu"), GATE_UP),
@@ -125,6 +64,17 @@ CATALOGUE = [
     (reglu, ActivationSpec("relu"), GATE_UP),
     (gpt_oss, ActivationSpec("silu", alpha=1.702, beta=1.0, limit=7.0), INTERLEAVED),
     (clamped, ActivationSpec("silu", limit=10.0), GATE_UP),
+    (clamped_after, ActivationSpec("silu", limit=10.0, bound="clamp_activated"), GATE_UP),
+    (softcapped, ActivationSpec("silu", limit=4.0, up_limit=25.0, bound="softcap"), GATE_UP),
+    (two_limits, ActivationSpec("silu", limit=10.0, up_limit=9.0), GATE_UP),
+    (gelu_by_erf, ActivationSpec("gelu"), GATE_UP),
+    (gelu_by_polynomial, ActivationSpec("gelu_tanh"), GATE_UP),
+    (quick_geglu, ActivationSpec("silu", alpha=1.702), GATE_UP),
+    (product_in_float32, ActivationSpec("silu"), GATE_UP),
+    (plus_one_by_addition, ActivationSpec("silu", beta=1.0), GATE_UP),
+    (clamped_by_minimum, ActivationSpec("silu", limit=7.0), GATE_UP),
+    (clamped_by_where, ActivationSpec("silu", limit=7.0), GATE_UP),
+    (clamped_at_infinity, ActivationSpec("silu"), GATE_UP),
 ]
 
 
@@ -138,6 +88,24 @@ def test_catalogue(fn: Fn, spec: ActivationSpec, order: GateUpOrder, decompose: 
 def test_activations_without_a_gate(kind: Any) -> None:
     fn = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "relu2": relu_squared}[kind]
     assert found(fn, (6,), I) == (ActivationSpec(kind, gated=False), GATE_UP)
+
+
+BOUNDED = [
+    ActivationSpec("silu", limit=3.0),
+    ActivationSpec("gelu", limit=3.0, up_limit=5.0),
+    ActivationSpec("silu", alpha=1.7, beta=0.5, limit=3.0, bound="clamp_activated"),
+    ActivationSpec("gelu", limit=3.0, up_limit=1.5, bound="clamp_activated"),
+    ActivationSpec("gelu_tanh", limit=3.0, bound="softcap"),
+    ActivationSpec("relu2", beta=-1.0, limit=3.0, up_limit=2.0, bound="softcap"),
+    *(ActivationSpec("silu", gated=False, limit=3.0, bound=bound) for bound in ("clamp", "clamp_activated", "softcap")),
+    ActivationSpec("relu2", gated=False, limit=3.0),
+]
+
+
+@pytest.mark.parametrize("spec", BOUNDED, ids=str)
+def test_the_reference_is_recognised_as_itself(spec: ActivationSpec) -> None:
+    width = 2 * I if spec.gated else I
+    assert found(lambda x: activate(x, spec, INTERLEAVED), (6,), width)[0] == spec
 
 
 @pytest.mark.parametrize("rows", [(1,), (4,), (4096,), (97,), (3, 5), (8, 700)], ids=str)
@@ -187,129 +155,15 @@ def test_scalars_that_the_graph_takes_at_run_time() -> None:
     assert identified.scalars == {Operand.ALPHA: alpha, Operand.LIMIT: limit}
 
 
-# --- twins that must be refused
-
-
-def gate_clamped_twice(x: Tensor) -> Tensor:
-    return gpt_oss(x, gate_low=-7.0)
-
-
-def clamped_after(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate).clamp(max=10.0) * up.clamp(-10.0, 10.0)
-
-
-def only_gate_clamped(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate.clamp(max=10.0)) * up
-
-
-def two_limits(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate.clamp(max=10.0)) * up.clamp(-9.0, 9.0)
-
-
-def output_clamped_far_out(x: Tensor) -> Tensor:
-    return swiglu(x).clamp(-60000.0, 60000.0)
-
-
-def input_clamped_far_out(x: Tensor) -> Tensor:
-    return swiglu(x.clamp(-60000.0, 60000.0))
-
-
-def small_results_dropped(x: Tensor) -> Tensor:
-    y = swiglu(x)
-    return torch.where(y.abs() < 1e-13, 0.0, y)
-
-
-def nan_removed(x: Tensor) -> Tensor:
-    return torch.nan_to_num(swiglu(x))
-
-
-def interleaved_up_first(x: Tensor) -> Tensor:
-    return F.silu(x[..., 1::2]) * x[..., ::2]
-
-
-def softcapped(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * torch.tanh(up / 30) * 30
-
-
-def softcapped_far_out(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(torch.tanh(gate / 1e5) * 1e5) * up
-
-
-def softcapped_by_a_small_factor(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * torch.tanh(up * 1e-6) / 1e-6
-
-
-def rolled(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up.roll(1, 0)
-
-
-def normalised(x: Tensor) -> Tensor:
-    y = swiglu(x).float()
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def quantised(x: Tensor) -> Tensor:
-    return swiglu(x).to(torch.float8_e4m3fn).to(x.dtype)
-
-
-def rounded_to_integers(x: Tensor) -> Tensor:
-    y = swiglu(x)
-    return y + (y * 0).to(torch.int32)
-
-
-def infinities_removed(x: Tensor) -> Tensor:
-    y = reglu(x)
-    return torch.where(y.isinf(), 0.0, y)
-
-
-def bilinear(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return gate * up
-
-
-def scaled(x: Tensor) -> Tensor:
-    return swiglu(x) * 1.00001
-
-
-@pytest.mark.parametrize(
-    ("fn", "reason"),
-    [(gate_clamped_twice, "is none that is known"), (clamped_after, "clamped after the activation"),
-     (only_gate_clamped, "only the gate clamped"), (two_limits, "none that is known"),
-     (output_clamped_far_out, "none that is known"), (input_clamped_far_out, "no step of swiglu"),
-     (small_results_dropped, "no step of swiglu"), (nan_removed, "no step of"),
-     (interleaved_up_first, "interleaved, up first"), (softcapped, "none that is known"),
-     (softcapped_far_out, "no number of swiglu|none that is known"),
-     (softcapped_by_a_small_factor, "no number of swiglu|none that is known"),
-     (rolled, "no step of an activation"), (normalised, "no step of an activation"), (quantised, "makes torch.float8"),
-     (rounded_to_integers, "makes torch.int32"), (infinities_removed, "no step of relu"),
-     (bilinear, "none that is known"), (scaled, "none that is known")],
-    ids=name_of,
-)  # fmt: skip
-def test_twins_are_refused(fn: Fn, reason: str) -> None:
-    with pytest.raises(NoMatch, match=reason):
-        found(fn)
-
-
-def test_other_tensors_are_refused() -> None:
-    result, inputs = traced(lambda x, y: swiglu(x) * y, (6,), 2 * I, torch.randn(6, 1))
-    with pytest.raises(NoMatch, match="no scalar"):
-        identify_activation(result, [inputs], I)
-
-
-def test_scalars_without_a_part_are_refused() -> None:
-    result, inputs = traced(lambda x, s: swiglu(x) * s, (6,), 2 * I, torch.tensor(2.0))
-    with pytest.raises(NoMatch, match="none that is known"):
-        identify_activation(result, [inputs], I)
-    result, inputs = traced(lambda x, s: swiglu(x) + s * 0, (6,), 2 * I, torch.tensor(2.0))
-    with pytest.raises(NoMatch, match="plays no part"):
-        identify_activation(result, [inputs], I)
+def test_soft_caps_that_the_graph_takes_at_run_time() -> None:
+    caps = torch.tensor(4.0), torch.tensor(25.0, dtype=torch.float64)
+    result, inputs = traced(softcapped, (6,), 2 * I, *caps)
+    identified = identify_activation(result, [inputs], I)
+    assert identified.spec == ActivationSpec("silu", limit=RUNTIME, up_limit=RUNTIME, bound="softcap")
+    _, gate_cap, up_cap = (node for node in inputs.graph.nodes if node.op == "placeholder")
+    assert identified.scalars == {Operand.LIMIT: gate_cap, Operand.UP_LIMIT: up_cap}
+    result, inputs = traced(lambda x, cap: softcapped(x, cap, cap), (6,), 2 * I, torch.tensor(4.0))
+    assert identify_activation(result, [inputs], I).spec == ActivationSpec("silu", limit=RUNTIME, bound="softcap")
 
 
 # --- graphs as the passes see them
@@ -356,6 +210,7 @@ class Hf:
     [("deepseek_v4", "DeepseekV4Experts", ActivationSpec("silu", limit=10.0)),
      ("glm5_next", "Glm5NextTextExperts", ActivationSpec("silu", limit=10.0)),
      ("hy_v4", "HYV4Experts", ActivationSpec("silu", limit=10.0)),
+     ("step3p7", "Step3p7Experts", ActivationSpec("silu", limit=10.0, bound="clamp_activated")),
      ("minimax_m3_vl", "MiniMaxM3VLExperts", ActivationSpec("silu", alpha=1.702, beta=1.0, limit=10.0))],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
@@ -372,6 +227,60 @@ def between_gemms(graph: fx.GraphModule) -> tuple[fx.Node, fx.Node]:
     return second.args[0], first
 
 
+def with_values(identified: IdentifiedActivation, spec: ActivationSpec) -> ActivationSpec:
+    """The identified spec with those of ``spec`` for what the graph takes at run time."""
+    given = {name: getattr(spec, name) for name, knob in ACTIVATION_KNOBS.items() if knob in identified.scalars}
+    assert all(getattr(identified.spec, name) is RUNTIME for name in given)
+    return replace(identified.spec, **given)
+
+
+class WithKnobs(nn.Module):
+    """An activation whose numbers are attributes, which dynamic sizes turn into inputs, buffers or constants."""
+
+    def __init__(self, fn: Fn, as_buffers: bool, *values: float) -> None:
+        super().__init__()
+        self.fn, self.count = fn, len(values)
+        for place, value in enumerate(values):
+            if as_buffers:
+                self.register_buffer(f"knob{place}", torch.tensor(value))
+            else:
+                setattr(self, f"knob{place}", value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x, *(getattr(self, f"knob{place}") for place in range(self.count)))
+
+
+def with_alpha_and_limit(x: Tensor, alpha: float | Tensor, limit: float | Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    if isinstance(limit, Tensor):
+        gate, up = torch.minimum(gate, limit.to(x.dtype)), torch.clamp(up, -limit.to(x.dtype), limit.to(x.dtype))
+    else:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gate * alpha) * up
+
+
+@pytest.mark.parametrize("as_buffers", [False, True], ids=["floats", "tensors"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("fn", "values", "spec"),
+    [(with_alpha_and_limit, (1.702, 7.0), ActivationSpec("silu", alpha=1.702, limit=7.0)),
+     (softcapped, (4.0, 25.0), ActivationSpec("silu", limit=4.0, up_limit=25.0, bound="softcap"))],
+    ids=["clamp", "softcap"],
+)  # fmt: skip
+def test_knobs_of_compiled_graphs(
+    fn: Fn, values: tuple[float, ...], spec: ActivationSpec, dynamic: bool, as_buffers: bool
+) -> None:
+    """Whatever is an input of the graph is an operand; whatever is not has the value that it was written with."""
+    model = TwoGemms(WithKnobs(fn, as_buffers, *values), 2 * I)
+    graph = capture(model, torch.randn(5, 7, 32, dtype=torch.bfloat16), dynamic=dynamic)
+    result, first = between_gemms(graph)
+    identified = identify_activation(result, [first], I)
+    assert all(node.op == "placeholder" for node in identified.scalars.values())
+    if as_buffers:
+        assert len(identified.scalars) == len(values)
+    assert with_values(identified, spec) == spec
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("level", ["inner", "post_grad"])
 @pytest.mark.parametrize(
@@ -379,12 +288,16 @@ def between_gemms(graph: fx.GraphModule) -> tuple[fx.Node, fx.Node]:
     [(swiglu, ActivationSpec("silu"), GATE_UP), (Hf.gelu_tanh, ActivationSpec("gelu_tanh"), GATE_UP),
      (Hf.relu2, ActivationSpec("relu2", gated=False), GATE_UP),
      (Hf.gpt_oss, ActivationSpec("silu", alpha=1.702, beta=1.0, limit=7.0), INTERLEAVED),
-     (clamped, ActivationSpec("silu", limit=10.0), GATE_UP)],
+     (clamped, ActivationSpec("silu", limit=10.0), GATE_UP),
+     (clamped_after, ActivationSpec("silu", limit=10.0, bound="clamp_activated"), GATE_UP),
+     (softcapped, ActivationSpec("silu", limit=4.0, up_limit=25.0, bound="softcap"), GATE_UP)],
     ids=name_of,
 )  # fmt: skip
 def test_compiled_graphs(fn: Fn, spec: ActivationSpec, order: GateUpOrder, level: Level, dynamic: bool) -> None:
     model = TwoGemms(fn, 2 * I if spec.gated else I)
     graph = capture(model, torch.randn(5, 7, 32, dtype=torch.bfloat16), level=level, dynamic=dynamic)
-    identified = identify_activation(*between_gemms(graph), I)
+    result, first = between_gemms(graph)
+    identified = identify_activation(result, [first], I)
     assert identified.order is order
-    assert identified.spec == spec
+    assert with_values(identified, spec) == spec
+    assert dynamic or not identified.scalars

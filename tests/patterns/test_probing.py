@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from capture import capture
-from fp4_inductor.patterns.activation import close
 from fp4_inductor.patterns.probing import cone, evaluate, grouped_mm
 from fp4_inductor.patterns.resizing import probe_shapes, regroup
+from fp4_inductor.patterns.steps import close
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
