@@ -45,7 +45,7 @@ def packed_roots(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_packed(node: fx.Node) -> bool:
     val = tensor(node)
-    if val is None or str(val.dtype) not in _BYTES or val.dim() < 2:
+    if val is None or not _is_bytes(node) or val.dim() < 2:
         return False
     pending, seen = [node], set()
     while pending:
@@ -53,10 +53,15 @@ def _is_packed(node: fx.Node) -> bool:
         for reader, _ in readers(shown):
             if _takes_nibbles(reader):
                 return True
-            if is_call(reader, *_PICKING) and reader not in seen:
+            if reader not in seen and (is_call(reader, *_PICKING) or _is_bytes(reader)):
                 seen.add(reader)
                 pending.append(reader)
     return False
+
+
+def _is_bytes(node: fx.Node) -> bool:
+    val = tensor(node)
+    return val is not None and str(val.dtype) in _BYTES
 
 
 _BYTES = ("torch.uint8", "torch.int8", "torch.float4_e2m1fn_x2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import TypeAlias
@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+from ..formats import BlockFormat
 from ..matching import Assembled, NoMatch, PackedWeight, Source, nodes_of
 
 
@@ -35,6 +36,72 @@ def join_halves(parts: Sequence[PackedWeight]) -> PackedWeight:
         global_scale=_global_rows(parts),
         shape=(experts, 2 * rows, columns),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one expert reads of an operand: index ``index`` of a ``source`` that holds ``count`` experts."""
+
+    source: Source
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeight:
+    """FP4 weights ``[N, K]`` of one expert; ``transposed`` where the graph holds them as ``[K, N]``."""
+
+    codes: Share
+    scale: Share
+    global_scale: Share | None
+    format: BlockFormat
+    shape: tuple[int, int]
+    transposed: bool
+
+    @property
+    def index(self) -> int | None:
+        """Which expert it is of tensors that hold several; None where the codes are its own."""
+        return self.codes.index if self.codes.count > 1 else None
+
+
+def stack_experts(experts: Sequence[ExpertWeight]) -> PackedWeight:
+    """The weights of all experts, in the given order, from one weight for each.
+
+    Tensors that hold exactly these experts in this order are taken as they are; others are stacked.
+
+    Raises:
+        NoMatch: they are not alike.
+    """
+    first = experts[0]
+    for other in experts:
+        if (other.format, other.shape) != (first.format, first.shape):
+            raise NoMatch("experts are packed as {} {} and as {} {}", first.format, first.shape, other.format,
+                          other.shape)  # fmt: skip
+    (rows, columns), fmt = first.shape, first.format
+    scales = [expert.global_scale for expert in experts if expert.global_scale is not None]
+    return PackedWeight(
+        _stacked([expert.codes for expert in experts], (rows, columns // 2), torch.uint8),
+        _stacked([expert.scale for expert in experts], (rows, columns // fmt.block_size), fmt.scale_dtype),
+        _stacked(scales, None, torch.float32) if scales else None,
+        fmt,
+        (len(experts), rows, columns),
+    )
+
+
+def _stacked(shares: Sequence[Share], shape: tuple[int, int] | None, dtype: torch.dtype) -> Source:
+    """Canonical ``[E, ...]`` of one operand; ``shape`` is one expert's, None for global scales."""
+    sources = list(dict.fromkeys(share.source for share in shares))
+    if len(sources) == 1 and shares[0].count in (1, len(shares)):
+        whole = [share.index for share in shares] == list(range(len(shares)))
+        if whole if shares[0].count == len(shares) else shape is None and holds_one(sources[0]):
+            return sources[0]
+    places = tuple((sources.index(share.source), share.index, share.count) for share in shares)
+    return _assembled(sources, partial(_stack, _makers(sources), places, shape, dtype))
+
+
+def holds_one(source: Source) -> bool:
+    """Whether a global scale is one number for everything."""
+    return isinstance(source, fx.Node) and source.meta["val"].numel() == 1
 
 
 def join_sources(parts: Sequence[fx.Node | None]) -> Source | None:
@@ -100,3 +167,20 @@ def _joined_globals(makers: tuple[_Maker, ...], experts: int, rows: int, *tensor
     parts = [part.to(torch.float32) for part in _made(makers, tensors)]
     wide = [part.reshape(-1, rows if part.numel() == experts * rows else 1).expand(experts, rows) for part in parts]
     return torch.cat(wide, dim=1)
+
+
+def _stack(
+    makers: tuple[_Maker, ...],
+    places: tuple[tuple[int, int, int], ...],
+    shape: tuple[int, int] | None,
+    dtype: torch.dtype,
+    *tensors: torch.Tensor,
+) -> torch.Tensor:
+    """One expert after another: every place says from which part, at which index, of how many."""
+    made = list(_made(makers, tensors))
+    if shape is not None:
+        wide = [part.view(torch.uint8).reshape(-1, *shape) for part in made]
+        return torch.stack([wide[part][index] for part, index, _ in places]).view(dtype)
+    rows = [made[part].to(dtype).reshape(count, -1)[index] for part, index, count in places]
+    width = max(row.numel() for row in rows)
+    return torch.stack([row.expand(width) for row in rows])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from fp4_inductor.patterns.dequantize import identify
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp4_inductor.formats import BlockFormat
+from fp4_inductor.matching import Assembled, PackedWeight, Source
 
 E, N, K = 5, 48, 96
 LUT = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -177,3 +181,46 @@ class Holder(nn.Module):
 def gemm_weight(graph: fx.GraphModule) -> fx.Node:
     (gemm,) = (node for node in graph.graph.nodes if node.target is torch.ops.aten.bmm.default)
     return gemm.args[1]
+
+
+def decode(codes: Tensor, scale: Tensor, global_scale: Tensor | None, fmt: BlockFormat) -> Tensor:
+    """Canonical operands to ``float64 [E, N, K]``, by a table."""
+    table = torch.tensor(LUT, dtype=torch.float64)
+    values = torch.stack((table[(codes % 16).long()], table[(codes // 16).long()]), dim=-1).flatten(-2)
+    scale = 2.0 ** (scale.double() - 127) if fmt.scale_encoding == "e8m0" else scale.view(E4M3).double()
+    factor = 1.0 if global_scale is None else global_scale.double().unsqueeze(-1)
+    return (values.unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)).flatten(-2) * factor
+
+
+def canonical(packed: PackedWeight, values: Mapping[fx.Node, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The canonical operands that a packed weight stands for, from values of a graph's inputs."""
+
+    def made(source: Source) -> Tensor:
+        if isinstance(source, Assembled):
+            return source.function(*(values[part] for part in source.parts))
+        return values[source]
+
+    experts, rows, _ = packed.shape
+    codes = made(packed.codes).view(torch.uint8).reshape(experts, rows, -1)
+    scale = made(packed.scale).view(packed.format.scale_dtype).reshape(experts, rows, -1)
+    if packed.global_scale is None:
+        return codes, scale, None
+    factor = made(packed.global_scale).float()
+    return codes, scale, factor.reshape(experts, rows) if factor.numel() == experts * rows else factor.reshape(-1, 1)
+
+
+def assert_decodes(node: fx.Node, fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> PackedWeight:
+    """Recognise ``node``, which computes ``fn(*inputs)``, and hold what was recognised to that, weight by weight."""
+    packed, transposed = identify(node)
+    want = fn(*inputs)
+    want = want.mT if transposed else want
+    got = decode(
+        *canonical(packed, dict(zip(node.graph.find_nodes(op="placeholder"), inputs, strict=True))), packed.format
+    )
+    assert got.shape == packed.shape == want.shape
+    if packed.global_scale is None:
+        assert torch.equal(got.to(want.dtype), want)
+    else:
+        error = (got - want.double()).abs() / got.abs().clamp_min(1e-30)
+        assert float(error.max()) <= {torch.bfloat16: 8e-3, torch.float16: 2e-3}.get(want.dtype, 1e-6)
+    return packed
