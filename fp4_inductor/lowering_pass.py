@@ -60,7 +60,8 @@ def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None) -
         if new is not None:
             match.output.replace_all_uses_with(new.result)
     verification = _verification(graph, rewrites) if options.verify == "first_call" else None
-    graph.eliminate_dead_code()
+    replaced = frozenset().union(*(match.nodes for match, _, new in rewrites if new is not None))
+    graph.eliminate_dead_code(lambda node: node.is_impure() and node not in replaced)
     report = _report(graph, found, rewrites, device)
     if left := len(found.matches) - len(rewrites):
         report.notes.append(f"fp4moe.max_sites={options.max_sites} leaves {left} recognised blocks as written")

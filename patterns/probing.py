@@ -83,6 +83,13 @@ def is_known_size(node: fx.Node) -> bool:
     return isinstance(size, int) or (isinstance(size, torch.SymInt) and size.node.has_hint())
 
 
+def is_data_dependent(node: fx.Node) -> bool:
+    """Whether ``node`` is a size, or has one, that only values decide."""
+    size = node.meta.get("val")
+    sizes = size.shape if isinstance(size, torch.Tensor) else (size,)
+    return any(isinstance(s, torch.SymInt) and not s.node.has_hint() for s in sizes)
+
+
 def cone(outputs: Sequence[fx.Node], stops: Sequence[fx.Node] | Mapping[fx.Node, Any]) -> list[fx.Node]:
     """Every node that ``outputs`` depend on up to and without ``stops``, inputs before users.
 
@@ -203,8 +210,10 @@ class _Probe:
 
     def _aten(self, node: fx.Node, target: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
         name = op_name(target)
-        resized = self._resized_inputs(node)
+        resized = self.resizing and self._resized_inputs(node)
         if name in _VIEWS and target._overloadname != "dtype":
+            if not self.resizing:
+                return args[0].reshape(args[1])
             old_in, old_out = self._traced(node.all_input_nodes[0]), self._traced(node)
             new_in = tuple(args[0].shape)
             return args[0].reshape(regroup(old_in, new_in, old_out) if resized else old_out)

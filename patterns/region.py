@@ -7,6 +7,7 @@ from collections.abc import Collection
 from torch import fx
 
 from ..matching import NoMatch
+from .assertions import says_nothing
 from .block import Block
 from .graph_tools import is_size, mutates, viewed
 from .probing import cone
@@ -52,15 +53,28 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _check_readers(node: fx.Node, inner: Collection[fx.Node]) -> None:
-    outside = [user for user in node.users if user not in inner]
+    outside = [user for user in node.users if user not in inner and not says_nothing(user)]
     if outside:
         raise NoMatch("{} inside the block is also read by {}", node.name, outside[0].name, node=outside[0])
 
 
 def dying(output: fx.Node, operands: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """The nodes that nobody needs once ``output`` is computed in another way from ``operands``."""
+    """The nodes that nobody needs once ``output`` is computed in another way from ``operands``.
+
+    Assertions about them are among them where they hold whatever the inputs.
+    """
     dead = {output}
     for node in reversed(cone([output], list(operands))):
-        if node.op == "call_function" and not mutates(node) and node.users and all(user in dead for user in node.users):
-            dead.add(node)
+        if node.op != "call_function" or mutates(node) or not node.users or node in dead:
+            continue
+        if all(user in dead or says_nothing(user) for user in node.users):
+            dead |= {node, *_idle(node)}
     return frozenset(dead)
+
+
+def _idle(node: fx.Node) -> list[fx.Node]:
+    """The assertions that read ``node``, and the sizes that they read it by."""
+    pending = [user for user in node.users if says_nothing(user)]
+    for user in pending:
+        pending.extend(user.users)
+    return pending
