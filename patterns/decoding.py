@@ -100,11 +100,16 @@ def _placements(node: fx.Node, origins: Sequence[Origin], nodes: Sequence[fx.Nod
             [lay for k_first in (False, True) if (lay := Lay(experts, rows, k_first)).shape_for(shape, 1, 1)]
             for shape in (codes_shape, scale_shape)
         ]
+        if codes_shape[-2:] == (rows // 2, columns) and (shape_hint(nodes[scale]) or ())[-2:-1] == (rows,):
+            misplaced = NoMatch(
+                "a byte of {} pairs rows of {}, not neighbours along K", nodes[codes], node, progress=0.35
+            )
+            continue
         blocks, left = divmod(prod(scale_shape), experts * rows)
         if not ways[0]:
             continue
         if not ways[1] or left or not blocks or columns % blocks:
-            misplaced = NoMatch(
+            misplaced = misplaced or NoMatch(
                 "the scales {} {} of {} do not lie as [E, N, K/bs]", nodes[scale], scale_shape, node, progress=0.3
             )
             continue

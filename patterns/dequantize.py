@@ -15,7 +15,7 @@ from torch import fx
 from ..matching import Assembled, NoMatch, PackedWeight, Source
 from .decoding import Decoded, decoded
 from .graph_tools import CAST, arguments, aten, is_call, swaps_last_two
-from .packing import TABLES, Codes, Globals, Relayout, Scales, may_scale
+from .packing import TABLES, Codes, Globals, Lay, Relayout, Scales, may_scale
 from .probing import WIDE_FLOATS, cone, constant_value, dtype_of, shape_hint
 from .provenance import BYTES, Origin, leaves_of, origins, picked, replay
 from .signature import Memo, signature
@@ -120,12 +120,17 @@ class _Piece:
             raise NoMatch("{} depends on {} nodes: no weight", node, len(nodes), node=node)
         experts, first, second = (1, *(shape_hint(node) or ()))[-3:]
 
-        def fits(shape: tuple[int, ...]) -> bool:
-            return shape in TABLES or any(may_scale(shape, experts, rows) for rows in (first, second))
+        ways = ((experts, first), (experts, second))
+
+        def may_be_factor(shape: tuple[int, ...]) -> bool:
+            return shape in TABLES or any(may_scale(shape, *way) for way in ways)
+
+        def may_be_packed(shape: tuple[int, ...]) -> bool:
+            return any(Lay(*way, k_first).shape_for(shape, 1, 1) for way in ways for k_first in (False, True))
 
         for leaf in nodes:
             _check_leaf(node, leaf)
-        self.origins = origins(nodes, fits)
+        self.origins = origins(nodes, {"bytes": may_be_packed, "floats": may_be_factor})
         starts = [origin.node for origin in self.origins]
         rest = cone([node], starts)
         self.nodes = [*starts, *rest]

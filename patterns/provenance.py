@@ -8,7 +8,7 @@ there, and the re-layout runs the same operations again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, TypeAlias
@@ -61,12 +61,12 @@ class Replay:
         return result
 
 
-def origins(nodes: Sequence[fx.Node], fits: Callable[[tuple[int, ...]], bool]) -> list[Origin]:
+def origins(nodes: Sequence[fx.Node], fits: Mapping[Kind, Callable[[tuple[int, ...]], bool]]) -> list[Origin]:
     """The last tensors that are only moved bytes, or functions of float inputs alone, one for each set of leaves.
 
     Args:
         nodes: a cone, inputs before users.
-        fits: which shapes functions of float inputs may end in.
+        fits: which shapes the bytes should have, and which the functions of floats must have.
     """
     place = {node: bit for bit, node in enumerate(nodes)}
     readers = [0] * len(nodes)
@@ -88,17 +88,23 @@ def origins(nodes: Sequence[fx.Node], fits: Callable[[tuple[int, ...]], bool]) -
             within[node] |= within[arg]
             read_by[node] |= read_by[arg] | readers[place[arg]]
         shape = shape_hint(node)
-        fitting = shape is not None and (kind == "bytes" or node.op != "call_function" or fits(shape))
+        fitting = shape is not None and (kind == "bytes" or node.op != "call_function" or fits[kind](shape))
         if fitting and not read_by[node] & ~within[node]:
             last.update(dict.fromkeys(_leaves(node, within, nodes), node))
-    return [Origin(_stored(node), _leaves(node, within, nodes), kinds[node]) for node in dict.fromkeys(last.values())]
+    return [
+        Origin(_first(node, fits[kinds[node]]), _leaves(node, within, nodes), kinds[node])
+        for node in dict.fromkeys(last.values())
+    ]
 
 
-def _stored(node: fx.Node) -> fx.Node:
-    """``node`` as it was before it was given another shape, name or precision."""
+def _first(node: fx.Node, fits: Callable[[tuple[int, ...]], bool]) -> fx.Node:
+    """``node`` as it was before it was given another shape, name or precision, in the first shape that fits."""
+    found = node
     while _shows_input(node):
         node = node.all_input_nodes[0]
-    return node
+        if node.op != "call_function" or fits(shape_hint(node) or ()):
+            found = node
+    return found
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind | None:
@@ -143,7 +149,7 @@ def replay(node: fx.Node, leaves: Sequence[fx.Node]) -> Replay | None:
     Raises:
         NoMatch: a size in it is not known.
     """
-    if [_stored(node)] == list(leaves):
+    if [_first(node, lambda _: False)] == list(leaves):
         return None
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {leaf: graph.placeholder(f"stored_{i}") for i, leaf in enumerate(leaves)}

@@ -209,14 +209,27 @@ def canonical(packed: PackedWeight, values: Mapping[fx.Node, Tensor]) -> tuple[T
     return codes, scale, factor.reshape(experts, rows) if factor.numel() == experts * rows else factor.reshape(-1, 1)
 
 
-def assert_decodes(node: fx.Node, fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> PackedWeight:
-    """Recognise ``node``, which computes ``fn(*inputs)``, and hold what was recognised to that, weight by weight."""
-    packed, transposed = identify(node)
+def assert_decodes(
+    node: fx.Node,
+    fn: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    values: Mapping[fx.Node, Tensor] | None = None,
+    transposed: bool = False,
+) -> PackedWeight:
+    """Recognise ``node`` and hold what was recognised to ``fn(*inputs)``, weight by weight.
+
+    Args:
+        values: of the graph's inputs; by default ``inputs`` are all of them.
+        transposed: ``node`` may be the transpose of what ``fn`` gives.
+    """
+    packed, k_first = identify(node)
     want = fn(*inputs)
-    want = want.mT if transposed else want
-    got = decode(
-        *canonical(packed, dict(zip(node.graph.find_nodes(op="placeholder"), inputs, strict=True))), packed.format
-    )
+    if want.shape != packed.shape or (k_first and not transposed):
+        want = want.mT
+    if values is None:
+        values = dict(zip(node.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    got = decode(*canonical(packed, values), packed.format)
     assert got.shape == packed.shape == want.shape
     if packed.global_scale is None:
         assert torch.equal(got.to(want.dtype), want)
@@ -224,3 +237,18 @@ def assert_decodes(node: fx.Node, fn: Callable[..., Tensor], inputs: Sequence[Te
         error = (got - want.double()).abs() / got.abs().clamp_min(1e-30)
         assert float(error.max()) <= {torch.bfloat16: 8e-3, torch.float16: 2e-3}.get(want.dtype, 1e-6)
     return packed
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Scales ``[N, G]`` padded to multiples of 128 and 4, in blocks of 128 x 4 of which 32 rows interleave."""
+    rows, groups = scale.shape
+    scale = torch.nn.functional.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
+    blocks = scale.reshape(scale.shape[0] // 128, 4, 32, scale.shape[1] // 4, 4)
+    return blocks.permute(0, 3, 2, 1, 4).contiguous().flatten()
+
+
+def unswizzled(stored: Tensor, rows: int, groups: int) -> Tensor:
+    """``swizzled`` undone."""
+    high, wide = -(-rows // 128), -(-groups // 4)
+    blocks = stored.reshape(high, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return blocks.reshape(high * 128, wide * 4)[:rows, :groups]
