@@ -19,6 +19,7 @@ from .proof import prove
 from .region import check_region, dying
 from .router import identify_router
 from .signature import Memo
+from .writes import Writes
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def search(graph: fx.Graph) -> Recognition:
     every = packed_gemms(graph, roots)
     reads = {gemm: found for gemm, found in every.items() if tensor(gemm) is None or not same(numel(gemm), 0)}
     idle = frozenset().union(*every.values()).difference(*reads.values())
-    misses, memo = Misses(reads), Memo()
+    misses, memo, writes = Misses(reads), Memo(), Writes(graph)
     for gemm in reads:
         misses.keep(
             "none", NoMatch("{} is a GEMM of one weight, not of one for each expert", gemm.target, node=gemm), gemm
@@ -47,7 +48,7 @@ def search(graph: fx.Graph) -> Recognition:
     for form in FORMS:
         for candidate in form(list(reads), misses):
             try:
-                matches.append(_match(candidate, memo))
+                matches.append(_match(candidate, memo, writes))
             except NoMatch as miss:
                 for gemm in candidate.gemms:
                     misses.keep(candidate.form, miss, gemm)
@@ -57,13 +58,15 @@ def search(graph: fx.Graph) -> Recognition:
     return Recognition(tuple(matches), misses.report(root for root in roots if root not in matched | idle))
 
 
-def _match(candidate: Candidate, memo: Memo) -> Match:
+def _match(candidate: Candidate, memo: Memo, writes: Writes) -> Match:
     block = candidate.read(memo)
     with stage(0.8):
         check_region(block)
     with stage(0.9):
         prove(block, memo)
-    return _described(block, memo)
+    match = _described(block, memo)
+    writes.check(match)
+    return match
 
 
 def _described(block: Block, memo: Memo) -> Match:
