@@ -189,9 +189,9 @@ def _finish(state: _Rows, total: fx.Node) -> Combine:
     weights = _weighted(state, total)
     output = total
     found = readers(total)
-    if len(found) == 1 and is_call(found[0][0], CAST) and dtype(found[0][0]) in _NARROW:
+    if len(found) == 1 and is_call(found[0][0], CAST) and dtype(found[0][0]) in NARROW:
         output = found[0][0]
     return Combine(output, weights, state.nodes | {output}, state.masked)
 
 
-_NARROW = (torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)

@@ -18,7 +18,7 @@ from torch import fx
 from ..matching import NoMatch
 from ..spec import Operand
 from .graph_tools import is_size, shape
-from .probing import cone, isolated, size_hint
+from .probing import cone, constant_value, is_data_dependent, isolated, size_hint
 
 _SIZE_ARGUMENTS = frozenset(
     {"size", "shape", "sizes", "length", "split_size", "split_sizes", "start", "end", "output_size"}
@@ -38,13 +38,14 @@ _EXECUTION_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionE
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a block."""
+    """Sizes of a block; one of ``branches`` may merge with others in one dimension."""
 
     tokens: int
     top_k: int
     experts: int
     hidden: int
     intermediate: int
+    branches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +73,25 @@ def miniature(output: fx.Node, feeds: Mapping[fx.Node, Any], sizes: Sizes, symbo
         NoMatch: an operation of the region does not run at other sizes.
     """
     in_batches = any(len(shape(feed)) > 2 for feed, name in feeds.items() if str(name) in _PER_TOKEN)
-    renamed, names = _rename(sizes, shrink_tokens=not symbols and not in_batches)
-    copier = _Copier(names, symbols, output.graph)
-    for feed, name in feeds.items():
-        copier.feed(feed, str(name))
+    if symbols or in_batches:
+        return _copied(output, feeds, sizes, symbols, shrink_tokens=False)
+    try:
+        return _copied(output, feeds, sizes, symbols, shrink_tokens=True)
+    except NoMatch:  # it may cut tokens into batches on the way
+        return _copied(output, feeds, sizes, symbols, shrink_tokens=False)
+
+
+def _copied(
+    output: fx.Node, feeds: Mapping[fx.Node, Any], sizes: Sizes, symbols: Mapping[Any, int], *, shrink_tokens: bool
+) -> Miniature:
+    renamed, names = _rename(sizes, shrink_tokens=shrink_tokens)
+    nodes = cone([output], feeds)
+    device = "cpu" if any(map(is_data_dependent, nodes)) else "meta"
+    copier = _Copier(names, symbols, output.graph, device, sizes.experts)
     with isolated():
-        for node in cone([output], feeds):
+        for feed, name in feeds.items():
+            copier.feed(feed, str(name))
+        for node in nodes:
             copier.copy(node)
     copies = {name: copier.copies[feed] for feed, name in feeds.items()}
     return Miniature(copier.copies[output], copies, renamed)
@@ -104,10 +118,10 @@ def _rename(old: Sizes, *, shrink_tokens: bool) -> tuple[Sizes, dict[int, int]]:
 
     tokens = choices(old.tokens, _TOKENS) if shrink_tokens else [old.tokens]
     for t, h, i in itertools.product(tokens, choices(old.hidden, _WIDTHS), choices(old.intermediate, _WIDTHS)):
-        new = Sizes(t, old.top_k, old.experts, h, i)
+        new = Sizes(t, old.top_k, old.experts, h, i, old.branches)
         pairs = {*((n, n) for n in fixed), *zip(_numbers(old), _numbers(new), strict=True)}
         if len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs):
-            if t * new.top_k * h * i > _MAX_PRODUCTS:
+            if t * max(new.top_k, new.branches) * h * i > _MAX_PRODUCTS:
                 break
             return new, dict(pairs)
     raise NoMatch("its sizes {} cannot be told apart at a scale that can be probed", old)
@@ -115,31 +129,44 @@ def _rename(old: Sizes, *, shrink_tokens: bool) -> tuple[Sizes, dict[int, int]]:
 
 def _numbers(sizes: Sizes) -> tuple[int, ...]:
     tokens, width, inner = sizes.tokens, sizes.hidden, sizes.intermediate
-    return tokens, tokens * sizes.top_k, width, inner, 2 * inner
+    plain = (tokens, tokens * sizes.top_k, width, inner, 2 * inner)
+    merged = (sizes.branches * size for size in (tokens, width, inner, 2 * inner) if sizes.branches)
+    return (*plain, *merged)
 
 
 class _Copier:
     """Copies nodes with sizes renamed; each copy carries its value's shape and dtype."""
 
-    def __init__(self, names: Mapping[int, int], symbols: Mapping[Any, int], original: fx.Graph) -> None:
-        self.names, self.symbols = names, symbols
+    def __init__(
+        self, names: Mapping[int, int], symbols: Mapping[Any, int], original: fx.Graph, device: str, experts: int
+    ) -> None:
+        """On the "cpu" feeds have values, for regions with sizes that only values decide."""
+        self.names, self.symbols, self.device, self.experts = names, symbols, device, experts
         self.graph = fx.Graph()
         self.graph.owning_module = original.owning_module
         self.copies: dict[fx.Node, Any] = {}
+        self.counted: dict[fx.Node, Any] = {}
+        """Sizes that values decided."""
 
     def feed(self, node: fx.Node, name: str) -> None:
         copy = self.graph.placeholder(name)
         value: torch.Tensor = node.meta["val"]
-        copy.meta["val"] = torch.empty([self._size(s) for s in value.shape], dtype=value.dtype, device="meta")
+        made = torch.zeros([self._size(s) for s in value.shape], dtype=value.dtype, device=self.device)
+        if self.device == "cpu" and not value.dtype.is_floating_point:
+            made = (torch.arange(made.numel()) % self.experts).to(value.dtype).reshape(made.shape)
+        copy.meta["val"] = made
         self.copies[node] = copy
 
     def copy(self, node: fx.Node) -> None:
-        if is_size(node):
+        if is_size(node) and not is_data_dependent(node):
             self.copies[node] = self._size(node.meta["val"])
         elif node.op == "call_function":
             args, kwargs = self._arguments(node)
             copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-            copy.meta["val"] = self._run(copy)
+            if is_size(node):  # its copy carries none, so that every run computes it
+                self.counted[copy] = self._run(copy)
+            else:
+                copy.meta["val"] = self._run(copy)
             self.copies[node] = copy
         else:
             self.copies[node] = self.graph.node_copy(node)
@@ -165,10 +192,15 @@ class _Copier:
             return [self._sized(item) for item in arg]
         return self.names.get(arg, arg) if isinstance(arg, int) else arg
 
+    def _value(self, copy: fx.Node) -> Any:
+        if copy in self.counted:
+            return self.counted[copy]
+        return constant_value(copy) if copy.op == "get_attr" and self.device == "cpu" else copy.meta["val"]
+
     def _run(self, copy: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+        args, kwargs = fx.map_arg((copy.args, copy.kwargs), self._value)
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": "meta"}
+            kwargs = {**kwargs, "device": self.device}
         try:
             return copy.target(*args, **kwargs)  # type: ignore[operator]
         except _EXECUTION_ERRORS as error:

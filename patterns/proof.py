@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
@@ -31,7 +32,7 @@ class Regime:
 
     amplitude: float
     weights: Literal["usual", "tiny", "signed"]
-    ids: Literal["distinct", "crowded", "outside"]
+    ids: Literal["distinct", "crowded", "outside", "repeated"]
 
 
 REGIMES = (
@@ -42,6 +43,8 @@ REGIMES = (
 )
 MASKED = (Regime(1.0, "signed", "outside"), Regime(12.0, "usual", "outside"))
 """Also tried where a graph zeroes the rows of no expert."""
+REPEATED = (Regime(1.0, "signed", "repeated"),)
+"""Also tried where a token may have an expert twice."""
 
 
 def prove(block: Block, memo: Memo) -> None:
@@ -52,16 +55,18 @@ def prove(block: Block, memo: Memo) -> None:
     """
     (_, _, width), (experts, _, intermediate) = block.w13.shape, block.w2.shape
     symbols = small_symbols(block.feeds)
-    sizes = Sizes(size_hint(shape(block.hidden)[0], symbols), block.top_k, experts, width, intermediate)
+    tokens = prod(size_hint(size, symbols) for size in shape(block.hidden)[:-1])
+    branches = {"E": experts, "k": block.top_k}.get(block.branches, 0)
+    sizes = Sizes(tokens, block.top_k, experts, width, intermediate, branches)
     small = miniature(block.output, block.feeds, sizes, symbols)
     nodes = cone([small.output], ())
     names = tuple(node.name for node in nodes if node.op == "placeholder")
-    read = (block.activation, block.order, block.masked, block.weight_on_input)
+    read = (block.activation, block.order, block.masked, block.weight_on_input, block.repeats)
     memo.get(("block", signature(nodes), names, read), lambda: _prove(block, small))
 
 
 def _prove(block: Block, small: Miniature) -> bool:
-    for seed, regime in enumerate((*REGIMES, *(MASKED if block.masked else ()))):
+    for seed, regime in enumerate((*REGIMES, *(MASKED if block.masked else ()), *(REPEATED if block.repeats else ()))):
         for scale in (1.0, 0.25) if block.scalars else (1.0,):
             _compare(block, small, regime, scale, seed)
     return True
@@ -70,7 +75,7 @@ def _prove(block: Block, small: Miniature) -> bool:
 def _compare(block: Block, small: Miniature, regime: Regime, scale: float, seed: int) -> None:
     with isolated():
         values = _values(block, small.sizes, regime, scale, seed)
-        fed = {node: _as_fed(feed, values[feed.operand], node) for feed, node in small.feeds.items()}
+        fed = {node: _as_fed(feed, values, node) for feed, node in small.feeds.items()}
         (got,) = evaluate([small.output], fed)
         want = mixture(values, resolve_scalars(block.activation, values), block)
         got = got.reshape(want.shape)
@@ -104,7 +109,8 @@ def _values(block: Block, sizes: Sizes, regime: Regime, scale: float, seed: int)
         Operand.LIMIT: torch.tensor(2.3 * scale, dtype=torch.float64),
         Operand.UP_LIMIT: torch.tensor(1.9 * scale, dtype=torch.float64),
     }
-    return {operand: values[operand] for operand in {feed.operand for feed in block.feeds.values()}}
+    read = {Operand.TOPK_IDS, *(feed.operand for feed in block.feeds.values())}
+    return {operand: values[operand] for operand in read}
 
 
 def _ids(regime: Regime, tokens: int, sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
@@ -114,6 +120,8 @@ def _ids(regime: Regime, tokens: int, sizes: Sizes, generator: torch.Generator) 
         scores[:, sizes.experts // 2] += 1
         scores[:, 0] -= 1
     ids = scores.topk(sizes.top_k, dim=-1).indices
+    if regime.ids == "repeated":
+        ids[::2] = ids[::2, :1]
     if regime.ids == "outside":
         dropped = torch.rand(ids.shape, generator=generator) < 0.4
         dropped[0, :1], dropped[0, 1:] = False, True
@@ -130,8 +138,12 @@ def _weights(regime: Regime, normal: torch.Tensor) -> torch.Tensor:
     return normal * 3 if regime.weights == "signed" else torch.softmax(normal, dim=-1)
 
 
-def _as_fed(feed: Feed, value: torch.Tensor, node: fx.Node) -> torch.Tensor:
+def _as_fed(feed: Feed, values: Mapping[Operand, torch.Tensor], node: fx.Node) -> torch.Tensor:
     """The part of an operand that ``node`` holds, as the graph has it."""
+    value = values[feed.operand]
+    if feed.spread:
+        matrix = value.new_zeros(value.shape[0], node.meta["val"].shape[-1])
+        value = matrix.scatter_add(1, values[Operand.TOPK_IDS], value)
     if feed.half is not None:
         value = value.chunk(2, dim=1)[feed.half]
     if feed.expert is not None:

@@ -215,7 +215,7 @@ def slot_order(index: fx.Node, num_experts: object) -> RowOrder:
         NoMatch: the bounds are others than ``[0, E)``.
     """
     ids = unbounded(index, num_experts)
-    return RowOrder(ids if _is_choice(ids, num_experts) else source(index))
+    return RowOrder(ids if is_choice(ids, num_experts) else source(index))
 
 
 def unbounded(node: fx.Node, num_experts: object) -> fx.Node:
@@ -235,13 +235,14 @@ def unbounded(node: fx.Node, num_experts: object) -> fx.Node:
     return node
 
 
-def _is_choice(ids: fx.Node, num_experts: object) -> bool:
-    """Whether ``ids`` are the indices of a top-k over all experts, and so never outside."""
+def is_choice(ids: fx.Node, num_experts: object) -> bool:
+    """Whether ``ids`` are the indices of a top-k over all experts, and so never outside, nor one twice for a token."""
     if not is_call(ids, operator.getitem) or ids.args[1] != 1 or not is_call(ids.args[0], aten.topk.default):
         return False
     assert isinstance(ids.args[0], fx.Node)
     scores, dim = inputs(ids.args[0], "self", "dim")
-    return same(shape(scores)[dim], num_experts)
+    sizes = shape(scores)
+    return dim in (-1, len(sizes) - 1) and same(sizes[-1], num_experts)
 
 
 def order_from_counts(counted: fx.Node) -> RowOrder:
