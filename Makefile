@@ -16,7 +16,7 @@ endif
 # pytest-xdist is a convenience that a bare machine may lack.
 PARALLEL = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf '%s' "-n $(WORKERS) --dist worksteal")
 
-.PHONY: install demo test lint types build clean registered
+.PHONY: install demo test models lint types build clean registered
 
 install: $(READY)
 
@@ -38,6 +38,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest $(PARALLEL) $(ARGS)
+
+# What is recognised of every model family, as MODELS.md tells it. ARGS may name some families.
+models: $(READY)
+	PYTHONPATH=tests $(RUN) tests/families/family_table.py --write --workers $(WORKERS) $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -75,13 +75,15 @@ def tiny_model(
     model_config = AutoConfig.for_model(name, num_hidden_layers=layers, **settings)
     model = AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
     model.set_experts_implementation(experts_implementation)
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias") and parameter.is_floating_point():
-            nn.init.normal_(parameter, std=0.1)  # transformers starts them at zero, which would hide them
-    for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):
-            nn.init.normal_(buffer, std=0.1)
+    randomize_biases(model)
     return model.requires_grad_(False)
+
+
+def randomize_biases(model: nn.Module) -> None:
+    """Give every bias random values, in place: transformers starts them at zero, which would hide them."""
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("bias") and value.is_floating_point():
+            nn.init.normal_(value, std=0.1)
 
 
 def token_ids(tokens: int = 16, batch: int = 1, seed: int = 0) -> torch.Tensor:
