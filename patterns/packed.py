@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from .graph_tools import CAST, arguments, aten, is_call, readers, tensor
+from .graph_tools import CAST, aten, is_call, readers, tensor
 
 _GEMMS = frozenset(
     {
@@ -30,6 +31,9 @@ _NIBBLE_OPS = frozenset(
         "aten::fmod",
     }
 )
+_LOOK_UPS = frozenset({"aten::index", "aten::index_select", "aten::embedding", "aten::gather", "aten::take"})
+_TABLE_BYTES = 512
+"""Bytes in one row that are no more than this are a table themselves."""
 _NIBBLE_CONSTANTS = (4, 15, 16, 240)
 _PICKING = (aten.slice.Tensor, aten.select.int, CAST)
 
@@ -45,7 +49,7 @@ def packed_roots(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_packed(node: fx.Node) -> bool:
     val = tensor(node)
-    if val is None or not _is_bytes(node) or val.dim() < 2:
+    if val is None or not _is_bytes(node) or (val.dim() < 2 and not _is_long(val.numel())):
         return False
     pending, seen = [node], set()
     while pending:
@@ -57,6 +61,10 @@ def _is_packed(node: fx.Node) -> bool:
                 seen.add(reader)
                 pending.append(reader)
     return False
+
+
+def _is_long(count: int | torch.SymInt) -> bool:
+    return isinstance(count, int) and count > _TABLE_BYTES
 
 
 def _is_bytes(node: fx.Node) -> bool:
@@ -71,9 +79,9 @@ def _takes_nibbles(node: fx.Node) -> bool:
     name = _op_name(node)
     if name in _NIBBLE_OPS:
         return any(arg in _NIBBLE_CONSTANTS for arg in node.args[1:] if isinstance(arg, int))
-    if is_call(node, aten.index.Tensor):  # a table of all bytes
-        table = tensor(arguments(node)["self"])
-        return table is not None and table.shape[0] == 256
+    if name in _LOOK_UPS:  # in a table of all bytes, of one value or two
+        table = tensor(node.args[0])
+        return table is not None and table.shape[:1] == (256,) and table.numel() in (256, 512)
     return bool(name) and not name.startswith(("aten::", "prims::", "fp4_inductor::"))  # the last: lowered already
 
 
