@@ -58,11 +58,10 @@ def prove(block: Block, memo: Memo) -> None:
     tokens = prod(size_hint(size, symbols) for size in shape(block.hidden)[:-1])
     branches = {"E": experts, "k": block.top_k}.get(block.branches, 0)
     sizes = Sizes(tokens, block.top_k, experts, width, intermediate, branches)
-    small = miniature(block.output, block.feeds, sizes, symbols)
-    nodes = cone([small.output], ())
-    names = tuple(node.name for node in nodes if node.op == "placeholder")
+    nodes = [*block.feeds, *cone([block.output], block.feeds)]
     read = (block.activation, block.order, block.masked, block.weight_on_input, block.repeats)
-    memo.get(("block", signature(nodes), names, read), lambda: _prove(block, small))
+    key = ("block", signature(nodes, inputs=len(block.feeds)), tuple(map(str, block.feeds.values())), sizes, read)
+    memo.get(key, lambda: _prove(block, miniature(block.output, block.feeds, sizes, symbols)))
 
 
 def _prove(block: Block, small: Miniature) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -9,12 +10,12 @@ import torch
 from torch import fx
 
 from ..matching import NoMatch
-from .probing import constant_value, dtype_of, is_known_size, isolated, shape_hint, size_hint
+from .probing import constant_value, dtype_of, is_known_size, isolated
 
 Result = TypeVar("Result")
 
-_SMALL = 4096
-"""Constants up to this many elements are told apart by value."""
+_SMALL = 1 << 20
+"""Constants up to this many elements are told apart by value, larger ones by name."""
 
 
 class Memo:
@@ -24,15 +25,16 @@ class Memo:
         self._results: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, compute: Callable[[], Result]) -> Result:
-        """``compute()``, or what it gave or refused for this key before."""
+        """``compute()``, or what it gave or refused for this key before: then at no node, as that was another's."""
         if key not in self._results:
             try:
                 self._results[key] = compute()
             except NoMatch as miss:
                 self._results[key] = miss
+                raise
         result = self._results[key]
         if isinstance(result, NoMatch):
-            raise NoMatch(result.template, *result.format_args, node=result.node, progress=result.progress)
+            raise NoMatch(result.template, *result.format_args, progress=result.progress)
         return result  # type: ignore[no-any-return]
 
 
@@ -40,34 +42,49 @@ def signature(nodes: Sequence[fx.Node], inputs: int = 0) -> Hashable:
     """A key that two node lists share only if they compute the same function of their inputs.
 
     ``nodes`` stand in topological order; the first ``inputs`` of them are inputs, whatever computes them.
-    Inputs enter by place, shape and dtype, small constants by value.
+    Inputs enter by place, shape and dtype, constants by value, dynamic sizes by their formula.
     """
     index = {node: place for place, node in enumerate(nodes)}
-    given = tuple(("input", shape_hint(node), dtype_of(node)) for node in nodes[:inputs])
+    given = tuple(("input", _shape(node), dtype_of(node)) for node in nodes[:inputs])
     return given + tuple(_entry(node, index) for node in nodes[inputs:])
 
 
 def _entry(node: fx.Node, index: dict[fx.Node, int]) -> Hashable:
-    about = (shape_hint(node), dtype_of(node))
+    about = (_shape(node), dtype_of(node))
     if is_known_size(node):
-        return ("size", size_hint(node.meta["val"]))
+        return ("size", _size(node.meta["val"]))
     if node.op == "call_function":
         return (str(node.target), _frozen(node.args, index), _frozen(node.kwargs, index), about)
     value = constant_value(node)
-    if value is not None and value.numel() <= _SMALL:
-        with isolated():
-            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            return (node.op, bytes(data.tolist()), about)
-    return (node.op, about)
+    return (node.op, None if value is None else _content(node, value), about)
+
+
+def _content(node: fx.Node, value: torch.Tensor) -> Hashable:
+    if value.numel() > _SMALL:
+        return str(node.target)
+    with isolated():
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.sha256(data.numpy().tobytes()).digest()
 
 
 def _frozen(value: Any, index: dict[fx.Node, int]) -> Hashable:
     if isinstance(value, fx.Node):
-        return ("node", index[value] if value in index else (shape_hint(value), dtype_of(value)))
+        return ("node", index[value] if value in index else (_shape(value), dtype_of(value)))
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(item, index) for item in value)
     if isinstance(value, dict):
         return tuple((key, _frozen(item, index)) for key, item in sorted(value.items()))
-    if isinstance(value, torch.SymInt):
-        return size_hint(value)
-    return repr(value)
+    return _size(value) if isinstance(value, torch.SymInt) else repr(value)
+
+
+def _shape(node: fx.Node) -> Hashable:
+    value = node.meta.get("val")
+    return tuple(map(_size, value.shape)) if isinstance(value, torch.Tensor) else None
+
+
+def _size(size: int | torch.SymInt) -> Hashable:
+    """A size that two pieces share only if it is the same for every input."""
+    if isinstance(size, int):
+        return int(size)
+    expr = size.node.expr
+    return int(expr) if expr.is_Integer else str(expr)
