@@ -23,6 +23,9 @@ from .spec import MoESpec, Operand
 PREPARED = "fp4_prepared"
 """Key in ``fx.Node.meta``: the name of the prepared tensor that the node computes."""
 
+_PER_CALL = (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS)
+"""What differs from call to call, and so is no weight to prepare."""
+
 aten = torch.ops.aten
 
 
@@ -48,13 +51,16 @@ def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> 
     with graph.inserting_before(match.output):
         writer = _Writer(graph, match, backend)
         operands = {operand: writer.canonical(operand) for operand in plan.operands}
+        apart = match.spec.weight_on_input and not plan.weighs_input
+        if apart:
+            operands |= writer.weighted_rows()
         prepared = {p.name: writer.computed(p.name, p.fn, [operands[o] for o in p.of]) for p in plan.prepared}
         args = [
             prepared[arg.name] if isinstance(arg, Prepared) else operands[arg] if isinstance(arg, Operand) else arg
             for arg in plan.args
         ]
         fused = writer.call(resolve_op(plan.op), *args)
-        result = writer.shaped_like_output(fused)
+        result = writer.shaped_like_output(writer.summed_slots(fused) if apart else fused)
     return Emitted(fused, result)
 
 
@@ -72,11 +78,11 @@ class _Writer:
             "nn_module_stack": match.output.meta.get("nn_module_stack"),
         }
 
-    def call(self, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
+    def call(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
         values = fx.map_arg(args, lambda n: n.meta["val"])
         with self.fake_mode or contextlib.nullcontext():
-            node.meta["val"] = target(*values)
+            node.meta["val"] = target(*values, **kwargs)
         node.meta.update({key: value for key, value in self.meta.items() if value})
         return node
 
@@ -84,7 +90,9 @@ class _Writer:
         """The operand's node, in the shape and dtype that ``Operand`` promises to kernels."""
         node = self.match.operands[operand]
         if isinstance(node, Assembled):
-            return self.computed(str(operand), node.function, node.parts)
+            if operand not in _PER_CALL:
+                return self.computed(str(operand), node.function, node.parts)
+            node = self.computed(str(operand), node.function, node.parts, prepared=False)
         value = node.meta["val"]
         bits = _packed_dtype(operand, self.spec)
         if bits is not None and value.dtype is not bits:
@@ -94,7 +102,33 @@ class _Writer:
             return node
         return self.call(aten.reshape.default, node, list(shape))
 
-    def computed(self, name: str, function: Callable[..., torch.Tensor], inputs: Sequence[fx.Node]) -> fx.Node:
+    def weighted_rows(self) -> dict[Operand, fx.Node]:
+        """Hidden states times routing weights, a row for every slot, as tokens of one expert each with weight 1."""
+        hidden, ids, weights = (self.canonical(o) for o in (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS))
+        per_slot = self.call(aten.unsqueeze.default, hidden, 1), self.call(aten.unsqueeze.default, weights, -1)
+        rows = self.call(aten.mul.Tensor, *per_slot)
+        if rows.meta["val"].dtype is not hidden.meta["val"].dtype:
+            rows = self.call(torch.ops.prims.convert_element_type.default, rows, hidden.meta["val"].dtype)
+        column = self.call(aten.reshape.default, ids, [-1, 1])
+        count = column.meta["val"].shape[0]
+        size = count if isinstance(count, int) else self.call(aten.sym_size.int, column, 0)
+        given = weights.meta["val"]
+        return {
+            Operand.HIDDEN: self.call(aten.reshape.default, rows, [-1, self.spec.hidden_size]),
+            Operand.TOPK_IDS: column,
+            Operand.TOPK_WEIGHTS: self.call(aten.full.default, [size, 1], 1, dtype=given.dtype, device=given.device),
+        }
+
+    def summed_slots(self, fused: fx.Node) -> fx.Node:
+        """``fused`` [T*k, H] to [T, H]."""
+        if self.spec.top_k == 1:
+            return fused
+        rows = self.call(aten.reshape.default, fused, [-1, self.spec.top_k, self.spec.hidden_size])
+        return self.call(aten.sum.dim_IntList, rows, [1])
+
+    def computed(
+        self, name: str, function: Callable[..., torch.Tensor], inputs: Sequence[fx.Node], *, prepared: bool = True
+    ) -> fx.Node:
         """Trace a re-layout on fake tensors and copy its ATen nodes here.
 
         Inductor's decompositions have run by now, and its lowerings expect what they leave.
@@ -121,7 +155,7 @@ class _Writer:
                 copy.meta.update({key: value for key, value in self.meta.items() if value})
                 env[node] = copy
         assert result is not None
-        if result.op != "placeholder":
+        if prepared and result.op != "placeholder":
             result.meta[PREPARED] = name
         return result
 

@@ -40,12 +40,15 @@ class KernelPlan:
         args: in the op's order.
         layout: name of the weight layout, for people.
         padding: what was padded, for people ("" if nothing was).
+        weighs_input: the op itself multiplies what goes into an expert by its routing weight, where the spec says
+            ``weight_on_input``. For ops that do not, whoever interprets the plan gives them rows of one slot each.
     """
 
     op: str
     args: tuple[PlanArg, ...]
     layout: str = "canonical"
     padding: str = ""
+    weighs_input: bool = False
 
     @property
     def prepared(self) -> tuple[Prepared, ...]:

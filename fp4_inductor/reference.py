@@ -119,13 +119,16 @@ def moe_reference(
         if not 0 <= expert < spec.num_experts:
             continue
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate_up = hidden[token] @ _expert(operands, "w13", expert, spec, dtype).T
+        rows, factor = hidden[token], weights[token, slot].unsqueeze(-1)
+        if spec.weight_on_input:
+            rows, factor = rows * factor, torch.ones_like(factor)
+        gate_up = rows @ _expert(operands, "w13", expert, spec, dtype).T
         if spec.has_w13_bias:
             gate_up += operands[Operand.W13_BIAS][expert].to(dtype)
         y = activate(gate_up, activation, spec.w13_order) @ _expert(operands, "w2", expert, spec, dtype).T
         if spec.has_w2_bias:
             y += operands[Operand.W2_BIAS][expert].to(dtype)
-        out.index_add_(0, token, y * weights[token, slot].unsqueeze(-1))
+        out.index_add_(0, token, y * factor)
     return out
 
 

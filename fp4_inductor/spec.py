@@ -215,6 +215,8 @@ class MoESpec:
 
     ``weights_dtype`` is the dtype of the routing weights and by that the numerics of the combine:
     float32 weights sum in float32 and round once; lower ones round every product.
+    ``weight_on_input``: routing weights multiply the hidden states that go into an expert, in the wider of both
+    dtypes and rounded to ``act_dtype``, instead of what comes out.
     ``weights_transposed`` tells people how the model stores its weights ([E, K, N]); codes are
     canonical for kernels either way.
     """
@@ -234,6 +236,7 @@ class MoESpec:
     weights_transposed: bool = False
     has_w13_bias: bool = False
     has_w2_bias: bool = False
+    weight_on_input: bool = False
     local_experts: ExpertRange | None = None
 
     @property

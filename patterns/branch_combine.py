@@ -12,7 +12,7 @@ from ..matching import NoMatch, Source
 from ..spec import Operand
 from .axes import Axis, Layout, along, broadcast, moved, moves, multiplied, names, runs_over, trail, unified
 from .block import Feed
-from .branches import onward, read_ids, slot_layout
+from .branches import onward, read_ids, slot_layout, values_of
 from .combine import NARROW
 from .graph_tools import (
     CAST,
@@ -118,7 +118,7 @@ def combine_branches(way: Way, tokens: Axis, out: Axis) -> BranchCombine:
         NoMatch: a step that is no part of a combine; ``node`` is where.
     """
     while way.routing is None or not runs_over(way.layout, tokens, out) or _sums_nothing(way):
-        users = list(way.node.users)
+        users = values_of(way.node)
         if len(users) != 1:
             read_by = ", ".join(user.name for user in users) or "nobody"
             raise NoMatch("{} should have one reader, has: {}", way.node.name, read_by, node=way.node)
@@ -134,9 +134,9 @@ def combine_branches(way: Way, tokens: Axis, out: Axis) -> BranchCombine:
 def _sums_nothing(way: Way) -> bool:
     """Whether a sum over no more than one element follows."""
     for node, layout in onward(way.node, way.layout):
-        user = next(iter(node.users)) if len(node.users) == 1 else None
-        if user is not None and is_call(user, aten.sum.dim_IntList):
-            return not any(layout[dim] for dim in arguments(user)["dim"] or range(len(layout)))
+        users = values_of(node)
+        if len(users) == 1 and is_call(users[0], aten.sum.dim_IntList):
+            return not any(layout[dim] for dim in arguments(users[0])["dim"] or range(len(layout)))
     return False
 
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from ..matching import NoMatch
 from .axes import Axis, Layout, along, axes, broadcast, laid_out, moved, moves, multiplied, names, trail, unified
-from .graph_tools import aten, dtype, inputs, is_call, row_gather, same, same_shape, shape
+from .graph_tools import aten, dtype, inputs, is_call, is_size, row_gather, same, same_shape, shape
 from .packed import is_gemm
 from .rows import is_choice, unbounded
 
@@ -155,13 +155,19 @@ def slot_layout(node: fx.Node) -> Layout:
     return laid_out(sizes, ("T", len(sizes) - 1), ("k", 1))
 
 
+def values_of(node: fx.Node) -> list[fx.Node]:
+    """The users of ``node`` that read more than its sizes."""
+    return [user for user in node.users if not is_size(user)]
+
+
 def onward(node: fx.Node, layout: Layout) -> Iterator[tuple[fx.Node, Layout]]:
     """``node`` and what its only readers make of it by moving elements, each with its layout."""
     while True:
         yield node, layout
-        user = next(iter(node.users)) if len(node.users) == 1 else None
-        if user is None or moves(user) is not node:
+        users = values_of(node)
+        if len(users) != 1 or moves(users[0]) is not node:
             return
+        user = users[0]
         try:
             node, layout = user, moved(user, layout)
         except NoMatch:
@@ -187,9 +193,10 @@ def with_bias(gemm: BranchGemm, layout: Layout, column: Axis) -> Biased:
     way = list(onward(gemm.node, layout))
     shown, laid = way[-1]
     plain = Biased(gemm.node, layout, None, frozenset())
-    add = next(iter(shown.users)) if len(shown.users) == 1 else None
-    if add is None or not is_call(add, aten.add.Tensor):
+    users = values_of(shown)
+    if len(users) != 1 or not is_call(users[0], aten.add.Tensor):
         return plain
+    add = users[0]
     left, right, alpha = inputs(add, "self", "other", "alpha")
     addend = right if left is shown else left
     if not isinstance(addend, fx.Node) or len(shape(addend)) == 0:

@@ -79,7 +79,7 @@ def read_scores(node: fx.Node, num_experts: int, read_as: torch.dtype) -> Scores
             read = Assembled(partial(_in_dtype, dtype=read_as), (weights,))
         return Scores(layout, ids, read, feeds, frozenset(cone([node], feeds)))
     chosen = _differs_at(node, num_experts, 0.0)
-    if chosen is None:
+    if chosen is None or not same_shape(chosen, (*shape(node)[:-1], shape(chosen)[-1])):
         raise NoMatch(
             "{} is not seen to be zero but at the chosen experts; write it as "
             "torch.zeros_like(scores).scatter(-1, ids, weights)",
@@ -92,8 +92,8 @@ def read_scores(node: fx.Node, num_experts: int, read_as: torch.dtype) -> Scores
 
 
 def _at_the_chosen(matrix: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The routing weights ``[T, k]`` of a matrix ``[..., E]`` at ids ``[..., k]``, as they multiply."""
-    return matrix.reshape(-1, matrix.shape[-1]).gather(1, ids.reshape(-1, ids.shape[-1])).to(dtype)
+    """The routing weights ``[..., k]`` of a matrix ``[..., E]`` at ids ``[..., k]``, as they multiply."""
+    return matrix.gather(-1, ids).to(dtype)
 
 
 def _in_dtype(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
