@@ -10,7 +10,7 @@ from torch import fx
 
 from ..matching import Match, NoMatch, Recognition, Source, nodes_of
 from ..spec import GivenRouting, MoESpec, Operand, RouterSpec, TokenRange
-from . import routed_rows
+from . import dense, expert_loop, routed_rows
 from .block import Block, Candidate
 from .graph_tools import dtype, location, numel, same, shape, stage, tensor
 from .near_misses import Misses
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 _UNBOUNDED = 1 << 60
 
 
-FORMS = (routed_rows.candidates,)
-"""Each gives the blocks that could be of its form."""
+FORMS = (routed_rows.candidates, dense.candidates, expert_loop.candidates)
+"""Each gives the blocks that could be of its form. A GEMM is of the first block that is read."""
 
 
 def search(graph: fx.Graph) -> Recognition:
@@ -45,10 +45,14 @@ def search(graph: fx.Graph) -> Recognition:
             "none", NoMatch("{} is a GEMM of one weight, not of one for each expert", gemm.target, node=gemm), gemm
         )
     matches: list[Match] = []
+    lowered: set[fx.Node] = set()
     for form in FORMS:
         for candidate in form(list(reads), misses):
+            if not lowered.isdisjoint(candidate.gemms):
+                continue
             try:
                 matches.append(_match(candidate, memo, writes))
+                lowered.update(candidate.gemms)
             except NoMatch as miss:
                 for gemm in candidate.gemms:
                     misses.keep(candidate.form, miss, gemm)
@@ -96,14 +100,15 @@ def _described(block: Block, memo: Memo) -> Match:
         weight_format=block.w13.format,
         activation=block.activation,
         act_dtype=dtype(block.hidden),
-        weights_dtype=dtype(block.weights),
+        weights_dtype=block.weights_dtype or dtype(nodes_of(block.weights)[0]),
         out_dtype=dtype(block.output),
-        num_tokens=_token_range(shape(block.hidden)[0]),
+        num_tokens=_token_range(_tokens(block.hidden)),
         router=router,
         w13_order=block.order,
         weights_transposed=block.k_first,
         has_w13_bias=block.w13_bias is not None,
         has_w2_bias=block.w2_bias is not None,
+        weight_on_input=block.weight_on_input,
     )
     return Match(
         pattern=block.form,
@@ -118,8 +123,11 @@ def _described(block: Block, memo: Memo) -> Match:
 
 def _router(block: Block, memo: Memo) -> tuple[RouterSpec | GivenRouting, dict[Operand, fx.Node | None]]:
     """The router where it is recognised. A block never fails for its router."""
+    if block.weight_on_input:
+        return GivenRouting(), {}  # kernels that route inside weigh what comes out
     try:
-        found = identify_router(block.ids, block.weights, block.w13.shape[0], block.top_k, memo)
+        weights = nodes_of(block.weights)[0]  # or a matrix of scores, read at the ids
+        found = identify_router(block.ids, weights, block.w13.shape[0], block.top_k, memo)
     except NoMatch as miss:
         logger.debug("%s: routing is taken as given: %s", location(block.output), miss)
         return GivenRouting(), {}
@@ -128,6 +136,13 @@ def _router(block: Block, memo: Memo) -> tuple[RouterSpec | GivenRouting, dict[O
         Operand.ROUTER_BIAS: found.bias,
         Operand.ROUTER_SCALE: found.scalars.get("scaling_factor"),
     }
+
+
+def _tokens(hidden: fx.Node) -> int | torch.SymInt:
+    count: int | torch.SymInt = 1
+    for size in shape(hidden)[:-1]:
+        count = count * size
+    return count
 
 
 def _token_range(size: int | torch.SymInt) -> TokenRange:
