@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import isinf
 from typing import Literal
 
 import torch
@@ -32,9 +33,10 @@ class Operand(Enum):
     HIDDEN = "hidden"  # [T, H] activation dtype
     TOPK_IDS = "topk_ids"  # [T, k] int64 or int32
     TOPK_WEIGHTS = "topk_weights"  # [T, k] float32, bfloat16 or float16
-    ROUTER_LOGITS = "router_logits"  # [T, E]
-    ROUTER_BIAS = "router_bias"  # [E] added to the scores for selection only
+    ROUTER_LOGITS = "router_logits"  # [T, E], more columns where the router's spec says so
+    ROUTER_BIAS = "router_bias"  # [E] added for selection only
     ROUTER_SCALE = "router_scale"  # 0-d, where the graph takes the scaling factor at run time
+    ROUTER_EXPERT_SCALE = "router_expert_scale"  # [E]
     W13 = "w13"
     W13_SCALE = "w13_scale"
     W13_GLOBAL = "w13_global"
@@ -90,6 +92,7 @@ class Scoring(Enum):
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
     SQRT_SOFTPLUS = "sqrt_softplus"
+    SPARSEMIXER = "sparsemixer"  # softmax, for each slot, over the experts left whose logits are near the best
 
     def __str__(self) -> str:
         return self.value
@@ -158,17 +161,27 @@ class RouterSpec:
     Attributes:
         scoring: function from logits to scores.
         topk_before_scoring: top-k is taken on the logits and only the k survivors are scored.
-        has_bias: a ``[E]`` bias is added for selection only, never to the weights.
+        ids_given: something else chooses the experts, as a table by token; their scores still become weights.
+        has_bias: a ``[E]`` bias is added to the scores, or to the logits if top-k is taken on them, for selection
+            only, never to the weights.
         num_groups, topk_groups: group-limited top-k (1, 1 where there are no groups).
         group_score: how a group is scored: sum of its best two experts, or its best expert.
         group_fill: value that masked-out experts get before top-k.
-        renormalize: weights are divided by their sum, plus ``renormalize_eps``.
+        renormalize: weights are divided by their sum, plus ``renormalize_eps``, but at least ``renormalize_min``.
         scaling_factor: constant that multiplies the weights; RUNTIME where it is a graph input.
+        has_expert_scale: weights are at last multiplied by their expert's element of a ``[E]`` vector.
+        num_shared_experts: columns of the logits behind the E of the routed experts, for experts that every token
+            goes to: they are scored, and count in the sum of weights, but are not chosen.
+        num_null_experts: columns of the logits behind the E, and elements of the bias, for experts that compute
+            nothing: a slot that chooses one gets id 0 and weight 0.
+        sparsity_threshold: of the sparsemixer: an expert counts whose logit x and the best b of those left are so
+            near that ``(b - x) / max(|x|, b)`` is at most this.
         dtype: dtype in which the scores are computed.
     """
 
     scoring: Scoring
     topk_before_scoring: bool = False
+    ids_given: bool = False
     has_bias: bool = False
     num_groups: int = 1
     topk_groups: int = 1
@@ -176,19 +189,37 @@ class RouterSpec:
     group_fill: float = float("-inf")
     renormalize: bool = False
     renormalize_eps: float = 0.0
+    renormalize_min: float = 0.0
     scaling_factor: float | Runtime = 1.0
+    has_expert_scale: bool = False
+    num_shared_experts: int = 0
+    num_null_experts: int = 0
+    sparsity_threshold: float = 0.0
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        steps = ["topk", str(self.scoring)] if self.topk_before_scoring else [str(self.scoring), "topk"]
-        if self.has_bias:
-            steps.insert(1, "bias")
+        choice = ["ids"] if self.ids_given else ["bias", "topk"] if self.has_bias else ["topk"]
         if self.num_groups > 1:
-            steps.insert(-1, f"groups({self.topk_groups}/{self.num_groups})")
+            score = "top2" if self.group_score == "top2_sum" else "max"
+            fill = "" if isinf(self.group_fill) else f" fill {self.group_fill:g}"
+            choice.insert(-1, f"groups({self.topk_groups}/{self.num_groups} by {score}{fill})")
+        if self.num_null_experts:
+            choice[-1] += f"(+{self.num_null_experts} null)"
+        scoring = str(self.scoring)
+        if self.scoring is Scoring.SPARSEMIXER:
+            scoring += f"({self.sparsity_threshold:g})"
+        late = self.topk_before_scoring or self.ids_given or self.scoring is Scoring.SPARSEMIXER
+        steps = [*choice, scoring] if late else [scoring, *choice]
         if self.renormalize:
-            steps.append("renorm")
+            shared = f"with {self.num_shared_experts} shared" if self.num_shared_experts else ""
+            floor = f"min={self.renormalize_min:g}" if self.renormalize_min else ""
+            eps = f"eps={self.renormalize_eps:g}" if self.renormalize_eps else ""
+            knobs = ", ".join(filter(None, (shared, floor, eps)))
+            steps.append(f"renorm({knobs})" if knobs else "renorm")
         if self.scaling_factor != 1.0:
             steps.append(f"scale({self.scaling_factor})")
+        if self.has_expert_scale:
+            steps.append("expert_scale")
         return "→".join(steps)
 
 

@@ -121,28 +121,15 @@ def _described(block: Block, memo: Memo) -> Match:
     )
 
 
-def _router(block: Block, memo: Memo) -> tuple[RouterSpec | GivenRouting, dict[Operand, fx.Node | None]]:
+def _router(block: Block, memo: Memo) -> tuple[RouterSpec | GivenRouting, dict[Operand, Source]]:
     """The router where it is recognised. A block never fails for its router."""
-    if block.weight_on_input:
-        return GivenRouting(), {}  # kernels that route inside weigh what comes out
     try:
         weights = nodes_of(block.weights)[0]  # or a matrix of scores, read at the ids
         found = identify_router(block.ids, weights, block.w13.shape[0], block.top_k, memo)
     except NoMatch as miss:
         logger.debug("%s: routing is taken as given: %s", location(block.output), miss)
         return GivenRouting(), {}
-    return found.spec, {
-        Operand.ROUTER_LOGITS: found.logits,
-        Operand.ROUTER_BIAS: found.bias,
-        Operand.ROUTER_SCALE: found.scalars.get("scaling_factor"),
-    }
-
-
-def _tokens(hidden: fx.Node) -> int | torch.SymInt:
-    count: int | torch.SymInt = 1
-    for size in shape(hidden)[:-1]:
-        count = count * size
-    return count
+    return found.spec, dict(found.operands)
 
 
 def _token_range(size: int | torch.SymInt) -> TokenRange:

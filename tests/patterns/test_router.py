@@ -1,98 +1,51 @@
-"""Routers that must be recognised, transformers' own among them, and near twins that must not."""
+"""Routers that must be recognised, and what their specs say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from capture import Level, capture
-from fp4_inductor.patterns.router import IdentifiedRouter, identify_router, router_reference
-from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from fp4_inductor.patterns.router import identify_router, router_reference
+from router_spellings import (
+    BIAS,
+    E,
+    K,
+    Routed,
+    Tensor,
+    biased_logits,
+    found,
+    grouped,
+    hashed,
+    scaled_by_expert,
+    sigmoid_bias,
+    softmax_bias,
+    softmax_topk,
+    softmax_topk_renorm,
+    sparsemixer,
+    spec_of,
+    sqrt_softplus,
+    topk_sigmoid,
+    topk_softmax,
+    traced,
+    with_null,
+    with_shared,
+)
 
-from fp4_inductor.matching import NoMatch
-from fp4_inductor.spec import RUNTIME, RouterSpec, Scoring
+from fp4_inductor.matching import Assembled
+from fp4_inductor.spec import RUNTIME, Operand, RouterSpec, Scoring
 
-Tensor = torch.Tensor
-Routed = tuple[Tensor, Tensor]
-E, K, H = 16, 3, 24
+SOFTMAX, SIGMOID, SQRT_SOFTPLUS = Scoring.SOFTMAX, Scoring.SIGMOID, Scoring.SQRT_SOFTPLUS
+GROUPED = RouterSpec(
+    SIGMOID, has_bias=True, num_groups=4, topk_groups=2, renormalize=True, renormalize_eps=1e-20, scaling_factor=2.5
+)
+BIASED = RouterSpec(SIGMOID, has_bias=True, renormalize=True, renormalize_eps=1e-20, scaling_factor=2.5)
+TABLE, TOKENS = torch.rand(50, E).topk(K).indices, torch.randint(0, 50, (6,))
 
 
 def name_of(value: object) -> str | None:
     return getattr(value, "__name__", None) if callable(value) else None
-
-
-def outputs(graph: fx.GraphModule) -> list[fx.Node]:
-    (values,) = next(iter(reversed(graph.graph.nodes))).args
-    return list(values)
-
-
-def traced(fn: Callable[..., Routed], *inputs: Tensor, tokens: int = 6) -> tuple[fx.Node, fx.Node]:
-    functional = torch.func.functionalize(lambda *args: fn(*args), remove="mutations_and_views")
-    ids, weights = outputs(make_fx(functional, tracing_mode="fake")(torch.randn(tokens, E), *inputs))
-    return ids, weights
-
-
-def found(fn: Callable[..., Routed], *inputs: Tensor, tokens: int = 6) -> IdentifiedRouter:
-    ids, weights = traced(fn, *inputs, tokens=tokens)
-    return identify_router(ids, weights, E, K)
-
-
-def softmax_topk(logits: Tensor) -> Routed:
-    weights, ids = logits.softmax(-1, dtype=torch.float32).topk(K, -1)
-    return ids, weights
-
-
-def softmax_topk_renorm(logits: Tensor) -> Routed:
-    ids, weights = softmax_topk(logits)
-    return ids, weights / weights.sum(-1, keepdim=True)
-
-
-def topk_softmax(logits: Tensor) -> Routed:
-    values, ids = logits.topk(K, -1)
-    return ids, values.softmax(-1)
-
-
-def topk_sigmoid(logits: Tensor) -> Routed:
-    values, ids = logits.topk(K, -1)
-    return ids, values.sigmoid()
-
-
-def sigmoid_bias(logits: Tensor, bias: Tensor, scale: float | Tensor = 2.5, eps: float = 1e-20) -> Routed:
-    scores = logits.sigmoid()
-    ids = (scores + bias).topk(K, -1, sorted=False).indices
-    weights = scores.gather(1, ids)
-    return ids, weights / (weights.sum(-1, keepdim=True) + eps) * scale
-
-
-def grouped(logits: Tensor, bias: Tensor, *, fill: float = float("-inf"), best: int = 2, kept: int = 2,
-            scoring: Callable[[Tensor], Tensor] = torch.sigmoid) -> Routed:  # fmt: skip
-    scores = scoring(logits)
-    choice = scores + bias
-    group_scores = choice.view(-1, 4, E // 4).topk(best, -1).values.sum(-1)
-    mask = torch.zeros_like(group_scores).scatter(1, group_scores.topk(kept, -1, sorted=False).indices, 1)
-    mask = mask.unsqueeze(-1).expand(-1, 4, E // 4).reshape(-1, E)
-    ids = choice.masked_fill(~mask.bool(), fill).topk(K, -1, sorted=False).indices
-    weights = scores.gather(1, ids)
-    return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
-
-
-def sqrt_softplus(logits: Tensor, bias: Tensor) -> Routed:
-    scores = F.softplus(logits).sqrt()
-    ids = (scores + bias).topk(K, -1).indices
-    weights = scores.gather(1, ids)
-    return ids, weights / weights.sum(-1, keepdim=True) * 1.5
-
-
-SOFTMAX, SIGMOID = Scoring.SOFTMAX, Scoring.SIGMOID
-GROUPED = RouterSpec(
-    SIGMOID, has_bias=True, num_groups=4, topk_groups=2, renormalize=True, renormalize_eps=1e-20, scaling_factor=2.5
-)
-BIAS = torch.randn(E)
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 2048])
@@ -100,53 +53,114 @@ BIAS = torch.randn(E)
     ("fn", "spec"),
     [(softmax_topk, RouterSpec(SOFTMAX)), (softmax_topk_renorm, RouterSpec(SOFTMAX, renormalize=True)),
      (topk_softmax, RouterSpec(SOFTMAX, topk_before_scoring=True)),
-     (topk_sigmoid, RouterSpec(SIGMOID, topk_before_scoring=True))],
+     (topk_sigmoid, RouterSpec(SIGMOID, topk_before_scoring=True)),
+     (sparsemixer, RouterSpec(Scoring.SPARSEMIXER, sparsity_threshold=0.02))],
     ids=name_of,
 )  # fmt: skip
-def test_routers_without_bias(fn: Callable[..., Routed], spec: RouterSpec, tokens: int) -> None:
+def test_routers_of_logits_alone(fn: Callable[..., Routed], spec: RouterSpec, tokens: int) -> None:
     router = found(fn, tokens=tokens)
     assert router.spec == spec
-    assert router.logits.op == "placeholder"
-    assert router.bias is None
+    assert set(router.operands) == {Operand.ROUTER_LOGITS}
+    assert router.operands[Operand.ROUTER_LOGITS].op == "placeholder"
 
 
-def test_sigmoid_with_bias() -> None:
-    router = found(sigmoid_bias, BIAS)
+@pytest.mark.parametrize("tokens", [1, 6, 2048])
+@pytest.mark.parametrize(
+    ("fn", "spec"),
+    [(sigmoid_bias, BIASED), (grouped, GROUPED),
+     (sqrt_softplus, RouterSpec(SQRT_SOFTPLUS, has_bias=True, renormalize=True, scaling_factor=1.5)),
+     (softmax_bias, RouterSpec(SOFTMAX, has_bias=True, renormalize=True, renormalize_min=1e-12)),
+     (biased_logits, RouterSpec(SIGMOID, topk_before_scoring=True, has_bias=True, renormalize=True))],
+    ids=name_of,
+)  # fmt: skip
+def test_biases_that_only_select(fn: Callable[..., Routed], spec: RouterSpec, tokens: int) -> None:
+    router = found(fn, BIAS, tokens=tokens)
+    assert router.spec == spec
+    assert set(router.operands) == {Operand.ROUTER_LOGITS, Operand.ROUTER_BIAS}
+
+
+def test_scales_by_expert() -> None:
+    router = found(scaled_by_expert, torch.rand(E))
+    assert router.spec == RouterSpec(SOFTMAX, renormalize=True, has_expert_scale=True)
+    assert set(router.operands) == {Operand.ROUTER_LOGITS, Operand.ROUTER_EXPERT_SCALE}
+
+
+def test_bias_and_scales_by_expert_are_told_apart() -> None:
+    def both(logits: Tensor, bias: Tensor, scales: Tensor) -> Routed:
+        ids, weights = sigmoid_bias(logits, bias)
+        return ids, weights * scales[ids]
+
+    router = found(both, BIAS, torch.rand(E))
+    inputs = list(router.operands[Operand.ROUTER_LOGITS].graph.find_nodes(op="placeholder"))
+    assert [router.operands[o] for o in (Operand.ROUTER_BIAS, Operand.ROUTER_EXPERT_SCALE)] == inputs[1:]
+
+
+def test_ids_from_a_table() -> None:
+    router = found(hashed, TABLE, TOKENS)
     assert router.spec == RouterSpec(
-        SIGMOID, has_bias=True, renormalize=True, renormalize_eps=1e-20, scaling_factor=2.5
+        SQRT_SOFTPLUS, ids_given=True, renormalize=True, renormalize_eps=1e-20, scaling_factor=1.5
     )
-    assert router.bias is not None
-    assert router.bias.op == "placeholder"
+
+
+def test_experts_that_always_run_count_in_the_sum() -> None:
+    spec = spec_of(with_shared, BIAS, columns=E + 2)
+    assert spec == RouterSpec(SIGMOID, has_bias=True, renormalize=True, num_shared_experts=2, scaling_factor=1.5)
+
+
+def test_a_class_that_is_no_expert() -> None:
+    assert spec_of(with_null, torch.randn(E + 1), columns=E + 1) == RouterSpec(
+        SOFTMAX, has_bias=True, num_null_experts=1
+    )
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-20, 1e-6])
 def test_what_is_added_to_the_sum(eps: float) -> None:
-    assert found(lambda logits, bias: sigmoid_bias(logits, bias, eps=eps), BIAS).spec.renormalize_eps == eps
+    assert spec_of(lambda logits, bias: sigmoid_bias(logits, bias, eps=eps), BIAS).renormalize_eps == eps
+
+
+@pytest.mark.parametrize("floor", [1e-12, 1e-6])
+def test_what_the_sum_is_at_least(floor: float) -> None:
+    """Near twin: the same number added to the sum."""
+    for fn in (lambda logits, bias: sigmoid_bias(logits, bias, floor=floor),
+               lambda logits, bias: softmax_bias(logits, bias, floor=floor)):  # fmt: skip
+        spec = spec_of(fn, BIAS)
+        assert (spec.renormalize_min, spec.renormalize_eps) == (floor, 0.0)
+    spec = spec_of(lambda logits, bias: softmax_bias(logits, bias, floor=0.0, eps=floor), BIAS)
+    assert (spec.renormalize_min, spec.renormalize_eps) == (0.0, floor)
 
 
 def test_groups() -> None:
-    assert found(grouped, BIAS).spec == GROUPED
-    best = found(lambda logits, bias: grouped(logits, bias, best=1), BIAS).spec
+    best = spec_of(lambda logits, bias: grouped(logits, bias, best=1), BIAS)
     assert (best.group_score, best.num_groups) == ("max", 4)
-    assert found(lambda logits, bias: grouped(logits, bias, kept=3), BIAS).spec.topk_groups == 3
+    assert spec_of(lambda logits, bias: grouped(logits, bias, kept=3), BIAS).topk_groups == 3
 
 
 @pytest.mark.parametrize("fill", [float("-inf"), 0.0])
 def test_what_masked_groups_are_filled_with(fill: float) -> None:
     """Positive scores hide it: a fill of zero wins over experts of negative bias."""
-    assert found(lambda logits, bias: grouped(logits, bias, fill=fill), BIAS).spec.group_fill == fill
+    assert spec_of(lambda logits, bias: grouped(logits, bias, fill=fill), BIAS).group_fill == fill
 
 
-def test_sqrt_softplus() -> None:
-    spec = found(sqrt_softplus, BIAS).spec
-    assert spec == RouterSpec(Scoring.SQRT_SOFTPLUS, has_bias=True, renormalize=True, scaling_factor=1.5)
+@pytest.mark.parametrize("jitter", [0.01, 0.05])
+def test_how_near_a_sparse_softmax_looks(jitter: float) -> None:
+    assert spec_of(lambda logits: sparsemixer(logits, jitter)).sparsity_threshold == 2 * jitter
 
 
 def test_scaling_factor_at_run_time() -> None:
     router = found(sigmoid_bias, BIAS, torch.tensor(2.5, dtype=torch.float64))
     assert router.spec.scaling_factor is RUNTIME
-    assert [node.op for node in router.scalars.values()] == ["placeholder"]
-    assert list(router.scalars) == ["scaling_factor"]
+    assert router.operands[Operand.ROUTER_SCALE].op == "placeholder"
+
+
+def test_a_scaling_factor_of_several_parts() -> None:
+    def scaled(logits: Tensor, bias: Tensor, learned: Tensor) -> Routed:
+        return with_shared(logits, bias, scale=1.5 * learned)
+
+    router = found(scaled, BIAS, torch.ones(1), columns=E + 2)
+    assert router.spec.scaling_factor is RUNTIME
+    scale = router.operands[Operand.ROUTER_SCALE]
+    assert isinstance(scale, Assembled)
+    assert float(scale.function(torch.tensor([2.0]))) == 3.0
 
 
 def test_dtype_of_scores() -> None:
@@ -154,156 +168,70 @@ def test_dtype_of_scores() -> None:
         weights, ids = logits.to(torch.bfloat16).softmax(-1).topk(K, -1)
         return ids, weights / weights.sum(-1, keepdim=True)
 
-    assert found(low).spec.dtype == torch.bfloat16
-    assert found(softmax_topk).spec.dtype == torch.float32
+    assert spec_of(low).dtype == torch.bfloat16
+    assert spec_of(softmax_topk).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [RouterSpec(SOFTMAX), RouterSpec(SOFTMAX, topk_before_scoring=True), GROUPED,
-     RouterSpec(SIGMOID, has_bias=True, num_groups=4, topk_groups=1, group_score="max", group_fill=0.0),
-     RouterSpec(Scoring.SQRT_SOFTPLUS, has_bias=True, renormalize=True, renormalize_eps=1e-6, scaling_factor=0.5)],
-    ids=str,
-)  # fmt: skip
-def test_the_reference_is_recognised_as_itself(spec: RouterSpec) -> None:
-    inputs = [BIAS] if spec.has_bias else []
-    assert found(lambda logits, *bias: router_reference(spec, logits, K, *bias), *inputs).spec == spec
+def test_scores_of_all_experts_are_read_at_the_ids() -> None:
+    """As llama4 keeps its weights: what no expert was chosen for is scored from minus infinity."""
 
+    def scattered(logits: Tensor) -> Routed:
+        values, ids = logits.topk(K, -1)
+        return ids, torch.full_like(logits, float("-inf")).scatter(1, ids, values).sigmoid()
 
-# --- twins that must be refused
-
-
-def biased_weights(logits: Tensor, bias: Tensor) -> Routed:
-    weights, ids = (logits.sigmoid() + bias).topk(K, -1)
-    return ids, weights / weights.sum(-1, keepdim=True)
-
-
-def biased_logits(logits: Tensor, bias: Tensor) -> Routed:
-    ids = (logits + bias).topk(K, -1).indices
-    return ids, logits.gather(1, ids).sigmoid()
-
-
-def clamped_sum(logits: Tensor, bias: Tensor) -> Routed:
-    scores = logits.sigmoid()
-    ids = (scores + bias).topk(K, -1).indices
-    weights = scores.gather(1, ids)
-    return ids, weights / weights.sum(-1, keepdim=True).clamp_min(1e-12)
-
-
-def small_weights_dropped(logits: Tensor, bias: Tensor) -> Routed:
-    ids, weights = sigmoid_bias(logits, bias)
-    return ids, torch.where(weights < 0.1, 0.0, weights)
-
-
-def one_group_too_many(logits: Tensor, bias: Tensor) -> Routed:
-    weights = grouped(logits, bias)[1]
-    other = grouped(logits, bias, kept=3)[0]
-    return other, weights
-
-
-def least_experts(logits: Tensor, bias: Tensor) -> Routed:
-    ids = (logits.sigmoid() + bias).topk(K, -1, largest=False).indices
-    return ids, logits.sigmoid().gather(1, ids)
-
-
-def unlike_slots(logits: Tensor, bias: Tensor) -> Routed:
-    ids, weights = sigmoid_bias(logits, bias)
-    return ids, weights.flip(-1)
-
-
-def joint_softmax(logits: Tensor, bias: Tensor) -> Routed:
-    extended = torch.cat((logits, torch.zeros_like(logits[:, :1])), -1).softmax(-1)
-    weights, ids = extended[:, :-1].topk(K, -1)
-    return ids, weights + 0 * bias[:K]
-
-
-def scale_by_expert(logits: Tensor, bias: Tensor) -> Routed:
-    ids, weights = softmax_topk_renorm(logits)
-    return ids, weights * bias[ids]
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [biased_weights, biased_logits, clamped_sum, small_weights_dropped, one_group_too_many, least_experts,
-     unlike_slots, joint_softmax, scale_by_expert],
-    ids=name_of,
-)  # fmt: skip
-def test_twins_are_refused(fn: Callable[..., Routed]) -> None:
-    with pytest.raises(NoMatch):
-        found(fn, BIAS)
+    ids, weights = traced(scattered)
+    assert identify_router(ids, weights, E, K).spec == RouterSpec(SIGMOID, topk_before_scoring=True)
 
 
 def test_softcapped_logits_are_cut_behind_the_cap() -> None:
-    ids, weights = traced(lambda logits: softmax_topk_renorm(torch.tanh(logits / 30) * 30))
-    router = identify_router(ids, weights, E, K)
+    router = found(lambda logits: softmax_topk_renorm(torch.tanh(logits / 30) * 30))
     assert router.spec == RouterSpec(SOFTMAX, renormalize=True)
-    assert router.logits.op == "call_function"
+    assert router.operands[Operand.ROUTER_LOGITS].op == "call_function"
 
 
-def test_ids_from_elsewhere_are_refused() -> None:
-    def hashed(logits: Tensor, table: Tensor) -> Routed:
-        return table, logits.sigmoid().gather(1, table)
-
-    with pytest.raises(NoMatch):
-        found(hashed, torch.randint(0, E, (6, K)))
-
-
-# --- transformers' own
-
-BIASED = {"has_bias": True, "renormalize": True, "renormalize_eps": 1e-20, "scaling_factor": 2.5}
-HF: dict[str, tuple[str, dict[str, Any], RouterSpec]] = {
-    "mixtral": ("MixtralTopKRouter", {"num_local_experts": E}, RouterSpec(SOFTMAX, renormalize=True)),
-    "qwen3_moe": ("Qwen3MoeTopKRouter", {"num_experts": E, "norm_topk_prob": True},
-                  RouterSpec(SOFTMAX, renormalize=True)),
-    "olmoe": ("OlmoeTopKRouter", {"num_experts": E, "norm_topk_prob": False}, RouterSpec(SOFTMAX)),
-    "gpt_oss": ("GptOssTopKRouter", {"num_local_experts": E}, RouterSpec(SOFTMAX, topk_before_scoring=True)),
-    "deepseek_v3": ("DeepseekV3TopkRouter", {"n_routed_experts": E, "n_group": 4, "topk_group": 2,
-                                             "routed_scaling_factor": 2.5, "norm_topk_prob": True}, GROUPED),
-    "glm4_moe": ("Glm4MoeTopkRouter", {"n_routed_experts": E, "n_group": 1, "topk_group": 1,
-                                       "routed_scaling_factor": 2.5, "norm_topk_prob": True},
-                 RouterSpec(SIGMOID, **BIASED)),
-    "deepseek_v2": ("DeepseekV2TopkRouter", {"n_routed_experts": E, "n_group": 4, "topk_group": 2,
-                                             "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5},
-                    RouterSpec(SOFTMAX, num_groups=4, topk_groups=2, group_score="max", group_fill=0.0,
-                               scaling_factor=2.5)),
-    "axk2": ("AXK2TopkRouter", {"n_routed_experts": E, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
-                                "routed_scaling_factor": 2.5},
-             RouterSpec(SIGMOID, num_groups=4, topk_groups=2, group_fill=0.0, **BIASED)),
-    "deepseek_v4": ("DeepseekV4TopKRouter", {"n_routed_experts": E, "scoring_func": "sqrtsoftplus",
-                                             "routed_scaling_factor": 2.5},
-                    RouterSpec(Scoring.SQRT_SOFTPLUS, dtype=torch.bfloat16, **BIASED)),
+BY_SORTING: dict[str, Callable[[Tensor], Routed]] = {
+    "sort": lambda logits: tuple(v[:, :K] for v in logits.softmax(-1).sort(-1, descending=True))[::-1],
+    "argsort": lambda logits: ((ids := logits.argsort(-1, descending=True)[:, :K]), logits.softmax(-1).gather(1, ids)),
+    "exponentials": lambda logits: (
+        (ids := logits.topk(K).indices), (logits.exp() / logits.exp().sum(-1, keepdim=True)).gather(1, ids)
+    ),
 }  # fmt: skip
 
 
-class HfRouter(nn.Module):
-    def __init__(self, family: str) -> None:
-        super().__init__()
-        import importlib
-
-        from transformers import AutoConfig
-
-        name, settings, _ = HF[family]
-        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        config = AutoConfig.for_model(family, hidden_size=H, num_attention_heads=2, num_experts_per_tok=K, **settings)
-        self.router = getattr(module, name)(config).to(torch.bfloat16).requires_grad_(False)
-        nn.init.normal_(self.router.weight)
-
-    def forward(self, hidden: Tensor) -> Routed:
-        _, weights, ids = self.router(hidden.reshape(-1, H))
-        return ids, weights
+@pytest.mark.parametrize("spelling", BY_SORTING)
+def test_other_spellings(spelling: str) -> None:
+    assert spec_of(BY_SORTING[spelling]) == RouterSpec(SOFTMAX)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("level", ["inner", "post_grad"])
-@pytest.mark.parametrize("family", HF)
-def test_routers_of_transformers(family: str, level: Level, dynamic: bool) -> None:
-    pytest.importorskip(f"transformers.models.{family}", reason=f"this transformers has no {family}")
-    graph = capture(HfRouter(family), torch.randn(2, 7, H, dtype=torch.bfloat16), level=level, dynamic=dynamic)
-    ids, weights = outputs(graph)[-2:]
-    router = identify_router(ids, weights, E, K)
-    expected = HF[family][2]
-    if router.scalars:  # a float attribute of a module becomes an input where sizes are dynamic
-        assert dynamic
-        expected = replace(expected, scaling_factor=RUNTIME)
-    assert router.spec == expected
-    assert (router.bias is not None) == expected.has_bias
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [(RouterSpec(SOFTMAX), "softmax→topk"), (RouterSpec(SOFTMAX, topk_before_scoring=True), "topk→softmax"),
+     (GROUPED, "sigmoid→bias→groups(2/4 by top2)→topk→renorm(eps=1e-20)→scale(2.5)"),
+     (RouterSpec(SIGMOID, has_bias=True, num_groups=4, topk_groups=1, group_score="max", group_fill=0.0),
+      "sigmoid→bias→groups(1/4 by max fill 0)→topk"),
+     (RouterSpec(SQRT_SOFTPLUS, has_bias=True, renormalize=True, renormalize_eps=1e-6, scaling_factor=0.5),
+      "sqrt_softplus→bias→topk→renorm(eps=1e-06)→scale(0.5)"),
+     (RouterSpec(SIGMOID, topk_before_scoring=True, has_bias=True), "bias→topk→sigmoid"),
+     (RouterSpec(SOFTMAX, has_bias=True, renormalize=True, renormalize_min=1e-12),
+      "softmax→bias→topk→renorm(min=1e-12)"),
+     (RouterSpec(SOFTMAX, renormalize=True, has_expert_scale=True), "softmax→topk→renorm→expert_scale"),
+     (RouterSpec(SIGMOID, ids_given=True), "ids→sigmoid"),
+     (RouterSpec(SOFTMAX, ids_given=True, renormalize=True), "ids→softmax→renorm"),
+     (RouterSpec(SIGMOID, renormalize=True, num_shared_experts=2), "sigmoid→topk→renorm(with 2 shared)"),
+     (RouterSpec(SOFTMAX, num_null_experts=1), "softmax→topk(+1 null)"),
+     (RouterSpec(Scoring.SPARSEMIXER, sparsity_threshold=0.02), "topk→sparsemixer(0.02)")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_the_reference_is_recognised_as_itself(spec: RouterSpec, text: str) -> None:
+    assert str(spec) == text
+    columns = E + spec.num_shared_experts + spec.num_null_experts
+    inputs: dict[str, Any] = {"bias": BIAS} if spec.has_bias else {}
+    if spec.has_expert_scale:
+        inputs["expert_scale"] = torch.rand(E)
+    if spec.ids_given:
+        inputs["ids"] = torch.rand(6, E).topk(K).indices
+
+    def reference(logits: Tensor, *values: Tensor) -> Routed:
+        return router_reference(spec, logits, K, **dict(zip(inputs, values, strict=True)))
+
+    assert spec_of(reference, *inputs.values(), columns=columns) == spec
