@@ -39,6 +39,16 @@ class Roles:
 
 
 @dataclass(frozen=True, slots=True)
+class Picks:
+    """Where expert ``index`` is picked from what is computed for ``count`` of them: ``nodes`` from ``bases``."""
+
+    nodes: tuple[fx.Node, ...]
+    bases: tuple[fx.Node, ...]
+    count: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Decoded:
     """One reading of a piece: ``W[e, n, k] = e2m1 * scale * global_scale``, each by a function of what is stored.
 
@@ -65,32 +75,36 @@ class _Sample:
     global_scale: torch.Tensor
 
 
-def decoded(node: fx.Node, origins: Sequence[Origin], rest: Sequence[fx.Node]) -> Decoded:
+def decoded(node: fx.Node, origins: Sequence[Origin], rest: Sequence[fx.Node], picks: Picks | None = None) -> Decoded:
     """The one reading under which ``node`` is what the formats say.
 
     Args:
         node: float weight ``[E, N, K]`` or ``[E, K, N]``, or of one expert, ``[N, K]`` or ``[K, N]``.
         origins: where the piece starts.
         rest: the nodes from there to ``node``, constants among them.
+        picks: what picks the one expert that ``node`` is of, where the origins are of all.
 
     Raises:
         NoMatch: there is none; the furthest refusal.
     """
     nodes = [*(origin.node for origin in origins), *rest]
     miss: NoMatch | None = None
-    for reading in _placements(node, origins, nodes):
+    for reading in _placements(node, origins, nodes, picks):
         try:
-            return _verified(node, nodes, reading)
+            return _verified(node, nodes, reading, picks)
         except NoMatch as error:
             if miss is None or error.progress > miss.progress:
                 miss = error
     raise miss or NoMatch("{} has no shape that its codes could fill", node, node=node, progress=0.2)
 
 
-def _placements(node: fx.Node, origins: Sequence[Origin], nodes: Sequence[fx.Node]) -> Iterator[Decoded]:
+def _placements(
+    node: fx.Node, origins: Sequence[Origin], nodes: Sequence[fx.Node], picks: Picks | None
+) -> Iterator[Decoded]:
     """Every way to take the origins whose shapes fit; the format, the order of nibbles and inverses are left open."""
     codes, scale, floats = _roles(node, origins, nodes)
-    experts, *matrix = (1, *shape)[-3:] if (shape := shape_hint(node)) else (0, 0, 0)
+    experts, *matrix = (1, *(shape_hint(node) or ()))[-3:]
+    experts = experts if picks is None else picks.count
     codes_shape, scale_shape = shape_hint(nodes[codes]) or (), shape_hint(nodes[scale]) or ()
     misplaced: NoMatch | None = None
     for transposed, (rows, columns) in enumerate((matrix, matrix[::-1])):
@@ -166,7 +180,7 @@ def _factors(
             raise NoMatch("{} {} is no global scale of {} experts", nodes[place], shape, experts, progress=0.3)
 
 
-def _verified(node: fx.Node, nodes: Sequence[fx.Node], reading: Decoded) -> Decoded:
+def _verified(node: fx.Node, nodes: Sequence[fx.Node], reading: Decoded, picks: Picks | None) -> Decoded:
     """Run the piece on random bytes, small if it can be, and compare."""
     experts, rows, _ = reading.shape
     sizes = [(min(experts, 2), min(rows, 24)), (min(experts, 2), rows)]
@@ -175,14 +189,16 @@ def _verified(node: fx.Node, nodes: Sequence[fx.Node], reading: Decoded) -> Deco
     with isolated():
         for attempt, size in enumerate(sizes):
             try:
-                return _compared(node, nodes, reading, *size)
+                return _compared(node, nodes, reading, picks, *size)
             except NoMatch as miss:
                 if miss.progress > 0 or attempt == len(sizes) - 1:  # it ran, and differed
                     raise
     raise AssertionError("every size was tried")
 
 
-def _compared(node: fx.Node, nodes: Sequence[fx.Node], reading: Decoded, experts: int, rows: int) -> Decoded:
+def _compared(
+    node: fx.Node, nodes: Sequence[fx.Node], reading: Decoded, picks: Picks | None, experts: int, rows: int
+) -> Decoded:
     """``reading`` with all that was open decided; on a probe of so many experts and rows."""
     generator = torch.Generator().manual_seed(0)
     lowest = _lowest_precision(nodes)
@@ -192,10 +208,8 @@ def _compared(node: fx.Node, nodes: Sequence[fx.Node], reading: Decoded, experts
     runs = max(-(-_MIN_BLOCKS // blocks), 3 if reading.roles.table is not None else 1)
     for _ in range(runs):
         feeds = _feeds(nodes, reading, experts, rows, generator, narrow=lowest is torch.float16)
-        (out,) = evaluate([node], {nodes[place]: value for place, value in feeds.items()}, exact=True)
+        out = _run(node, {nodes[place]: value for place, value in feeds.items()}, picks, experts)
         got = out.mT if reading.transposed else out
-        if got.dim() == 2:
-            got = got.unsqueeze(0)
         want = (experts, rows, reading.shape[2])
         if got.shape != want:
             raise NoMatch("{} has shape {} in a probe of {}", node, tuple(got.shape), want)
@@ -212,6 +226,21 @@ def _compared(node: fx.Node, nodes: Sequence[fx.Node], reading: Decoded, experts
             )
         left = [other for other, error in zip(left, errors, strict=True) if error <= tolerance]
     return left[0]
+
+
+def _run(node: fx.Node, feeds: dict[fx.Node, torch.Tensor], picks: Picks | None, experts: int) -> torch.Tensor:
+    """The weight that the piece computes; where one expert is picked, what it computes for each."""
+    if picks is None:
+        (out,) = evaluate([node], feeds, exact=True)
+        return out if out.dim() == 3 else out.unsqueeze(0)
+    of_all = evaluate(picks.bases, feeds, exact=True)
+    outs = []
+    for index in range(experts):
+        pairs = zip(picks.nodes, of_all, strict=True)
+        picked = {n: v[index] if n.meta["val"].dim() < v.dim() else v[index : index + 1] for n, v in pairs}
+        (out,) = evaluate([node], picked, exact=True)
+        outs.append(out.reshape(out.shape[-2:]))
+    return torch.stack(outs)
 
 
 def _variants(reading: Decoded) -> Iterator[Decoded]:

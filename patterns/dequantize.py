@@ -6,22 +6,24 @@ between is told by numbers (``decoding``), and how the bytes lie becomes a re-la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
 from torch import fx
 
 from ..matching import Assembled, NoMatch, PackedWeight, Source
-from .decoding import Decoded, decoded
+from .decoding import Decoded, Picks, decoded
 from .graph_tools import CAST, arguments, aten, is_call, swaps_last_two
 from .packing import TABLES, Codes, Globals, Lay, Relayout, Scales, may_scale
 from .probing import WIDE_FLOATS, cone, constant_value, dtype_of, shape_hint
-from .provenance import BYTES, Origin, leaves_of, origins, picked, replay
+from .provenance import BYTES, Kind, Origin, leaves_of, origins, picked, picks, replay
 from .signature import Memo, signature
 from .weights import ExpertWeight, Share, holds_one, stack_experts
 
 _MAX_CONE = 4000
+_RAN = 0.5
+"""Progress of a refusal by numbers."""
 
 
 def identify_packed_weight(node: fx.Node, memo: Memo | None = None) -> PackedWeight:
@@ -99,7 +101,7 @@ def identify_expert(node: fx.Node, memo: Memo | None = None) -> ExpertWeight:
             (rows, columns),
             transposed != flipped,
         )
-    piece = _Piece(node, memo)
+    piece = _piece_of_expert(node, memo)
     found = piece.found
     return ExpertWeight(
         piece.share(found.roles.codes, found.codes, found.roles.table),
@@ -114,28 +116,23 @@ def identify_expert(node: fx.Node, memo: Memo | None = None) -> ExpertWeight:
 class _Piece:
     """What lies between the origins of a weight and the weight, and its reading."""
 
-    def __init__(self, node: fx.Node, memo: Memo) -> None:
-        nodes = cone([node], ())
-        if len(nodes) > _MAX_CONE:
-            raise NoMatch("{} depends on {} nodes: no weight", node, len(nodes), node=node)
+    def __init__(self, node: fx.Node, memo: Memo, picks: Picks | None = None) -> None:
+        """``picks``: where one expert is picked from what is computed for all."""
+        self.picks = picks
+        above = _cone(node, [node] if picks is None else picks.bases)
         experts, first, second = (1, *(shape_hint(node) or ()))[-3:]
-
-        ways = ((experts, first), (experts, second))
-
-        def may_be_factor(shape: tuple[int, ...]) -> bool:
-            return shape in TABLES or any(may_scale(shape, *way) for way in ways)
-
-        def may_be_packed(shape: tuple[int, ...]) -> bool:
-            return any(Lay(*way, k_first).shape_for(shape, 1, 1) for way in ways for k_first in (False, True))
-
-        for leaf in nodes:
-            _check_leaf(node, leaf)
-        self.origins = origins(nodes, {"bytes": may_be_packed, "floats": may_be_factor})
+        experts = experts if picks is None else picks.count
+        self.origins = origins(above, _fitting(experts, first, second))
         starts = [origin.node for origin in self.origins]
-        rest = cone([node], starts)
+        rest = cone([node] if picks is None else picks.bases, starts)
         self.nodes = [*starts, *rest]
-        key = signature(self.nodes, inputs=len(starts))
-        self.found: Decoded = memo.get(("decoded", key), lambda: decoded(node, self.origins, rest))
+        key = [signature(self.nodes, inputs=len(starts))]
+        if picks is not None:
+            below = cone([node], picks.nodes)
+            places = tuple(self.nodes.index(base) for base in picks.bases)
+            key += [picks.count, places, signature([*picks.nodes, *below], inputs=len(picks.nodes))]
+            rest = [*rest, *below]
+        self.found: Decoded = memo.get(("decoded", *key), lambda: decoded(node, self.origins, rest, picks))
 
     def source(self, place: int | None, layout: Codes | Scales | Globals, table: int | None = None) -> Source:
         """The operand that lies at ``place`` as ``layout`` says, decoded by a table if there is one."""
@@ -147,6 +144,10 @@ class _Piece:
         """The same of one expert: an index of a tensor that holds all of them, where it is that."""
         assert place is not None
         origin = self._origin(place)
+        if self.picks is not None:
+            shared = isinstance(layout, Globals) and "experts" not in layout.axes
+            source = self.source(place, layout, table)
+            return Share(source) if shared else Share(source, self.picks.index, self.picks.count)
         pick = picked(origin.node)
         if pick is None:
             return Share(self.source(place, layout, table))
@@ -177,10 +178,54 @@ def _for_experts(layout: Codes | Scales | Globals, experts: int) -> Codes | Scal
     return replace(layout, lay=replace(layout.lay, experts=experts))
 
 
-def _check_leaf(node: fx.Node, leaf: fx.Node) -> None:
-    dtype = dtype_of(leaf)
-    if leaf.op != "call_function" and dtype not in (None, *BYTES, *WIDE_FLOATS) and constant_value(leaf) is None:
-        raise NoMatch("{} reads {} ({}), which is no part of a packed weight", node, leaf, dtype, node=leaf)
+def _piece_of_expert(node: fx.Node, memo: Memo) -> _Piece:
+    """What decodes one expert from its own bytes, or from the bytes of all of which it picks its own later."""
+    try:
+        return _Piece(node, memo)
+    except NoMatch as miss:
+        late = _late_picks(node)
+        if late is None or miss.progress >= _RAN:
+            raise
+        return _Piece(node, memo, late)
+
+
+def _late_picks(node: fx.Node) -> Picks | None:
+    """Where ``node`` picks one index from tensors of all experts; None where it is not one index of equally many."""
+    found = {member: pick for member in cone([node], ()) if (pick := picks(member)) is not None}
+    counts = {(shape_hint(base) or (0,))[0] for base, _ in found.values()}
+    indices = {index for _, index in found.values()}
+    if len(counts) != 1 or len(indices) != 1:
+        return None
+    return Picks(tuple(found), tuple(base for base, _ in found.values()), *counts, *indices)
+
+
+def _cone(node: fx.Node, ends: Sequence[fx.Node]) -> list[fx.Node]:
+    """Everything that ``node`` is made from, up to ``ends``.
+
+    Raises:
+        NoMatch: something in it is no part of a weight.
+    """
+    nodes = cone(ends, ())
+    if len(nodes) > _MAX_CONE:
+        raise NoMatch("{} depends on {} nodes: no weight", node, len(nodes), node=node)
+    for leaf in nodes:
+        dtype = dtype_of(leaf)
+        if leaf.op != "call_function" and dtype not in (None, *BYTES, *WIDE_FLOATS) and constant_value(leaf) is None:
+            raise NoMatch("{} reads {} ({}), which is no part of a packed weight", node, leaf, dtype, node=leaf)
+    return nodes
+
+
+def _fitting(experts: int, first: int, second: int) -> dict[Kind, Callable[[tuple[int, ...]], bool]]:
+    """Which shapes origins of a weight may have."""
+    ways = ((experts, first), (experts, second))
+
+    def may_be_packed(shape: tuple[int, ...]) -> bool:
+        return any(Lay(*way, k_first).shape_for(shape, 1, 1) for way in ways for k_first in (False, True))
+
+    def may_be_factor(shape: tuple[int, ...]) -> bool:
+        return shape in TABLES or any(may_scale(shape, *way) for way in ways)
+
+    return {"bytes": may_be_packed, "floats": may_be_factor}
 
 
 def _unwrapped(node: fx.Node) -> tuple[fx.Node, bool]:

@@ -110,6 +110,8 @@ def _first(node: fx.Node, fits: Callable[[tuple[int, ...]], bool]) -> fx.Node:
 def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind | None:
     dtype = dtype_of(node)
     if node.op != "call_function":
+        if not _is_static(node):
+            return None
         value = constant_value(node)
         if dtype in BYTES and (value is None or value.dim() > 1 or value.numel() > _TABLE_BYTES):
             return "bytes"
@@ -121,6 +123,11 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind | None:
     if found == {"floats"} and _is_pure(node.target) and dtype in WIDE_FLOATS:
         return "floats"
     return None
+
+
+def _is_static(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
 
 
 def _is_pure(target: Any) -> bool:
@@ -197,9 +204,14 @@ def _between(node: fx.Node, stops: dict[fx.Node, fx.Node]) -> list[fx.Node]:
 
 
 def picked(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """The tensor of which ``node`` is one index of the first axis, and the index; None where it is not."""
+    """The tensor of which ``node`` shows one index of the first axis, and the index; None where it does not."""
     while _shows_input(node) and _name(node) not in ("slice", *_CASTS):
         node = node.all_input_nodes[0]
+    return picks(node)
+
+
+def picks(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """The same of the operation that picks."""
     index: object = None
     base = node.all_input_nodes[0] if node.all_input_nodes else None
     if base is not None and is_call(node, operator.getitem):

@@ -99,6 +99,48 @@ def test_transposed_experts() -> None:
     assert all(identify_expert(node).transposed for node in after)
 
 
+def values_before(codes: Tensor, scale: Tensor) -> list[Tensor]:
+    values = lut_codes(codes)
+    return [blockwise(values[e], exp2_scale(scale[e]).bfloat16()) for e in range(E)]
+
+
+def factors_before_too(codes: Tensor, scale: Tensor) -> list[Tensor]:
+    values, factors = lut_codes(codes).unbind(), exp2_scale(scale).bfloat16()
+    return [blockwise(values[e], factors[e]).t() for e in range(E)]
+
+
+def global_scale_last(codes: Tensor, scale: Tensor, gs: Tensor) -> list[Tensor]:
+    plain = blockwise(lut_codes(codes, torch.float32), scale.float())
+    return [(plain[e] * gs[e]).bfloat16() for e in range(E)]
+
+
+def test_experts_picked_halfway() -> None:
+    for fn in (values_before, factors_before_too):
+        packed = assert_stacks(fn, roots("mx"))
+        assert not isinstance(packed.codes, Assembled)
+        assert not isinstance(packed.scale, Assembled)
+    for size in ((E,), (E, N, 1)):
+        packed = assert_stacks(global_scale_last, roots("nv", global_shape=size))
+        assert not isinstance(packed.codes, Assembled)
+
+
+def test_halfway_twins_are_refused() -> None:
+    def some_exchanged(codes: Tensor, scale: Tensor) -> list[Tensor]:
+        values = lut_codes(codes)
+        values = torch.cat((values[:2], values[2:].flip(0)))
+        return [blockwise(values[e], exp2_scale(scale)[e].bfloat16()) for e in range(E)]
+
+    def of_two_experts(codes: Tensor, scale: Tensor) -> list[Tensor]:
+        values = lut_codes(codes)
+        return [blockwise(values[e], exp2_scale(scale[(e + 1) % E]).bfloat16()) for e in range(E)]
+
+    for fn in (some_exchanged, of_two_experts):
+        memo = Memo()
+        for node in outputs(fn, roots("mx")):
+            with pytest.raises(NoMatch):
+                identify_expert(node, memo)
+
+
 @pytest.mark.parametrize("pick", ["slice", "unbind", "split"])
 def test_other_ways_to_pick(pick: str) -> None:
     def decode_each(codes: Tensor, scale: Tensor) -> list[Tensor]:
