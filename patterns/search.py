@@ -123,6 +123,8 @@ def _described(block: Block, memo: Memo) -> Match:
 
 def _router(block: Block, memo: Memo) -> tuple[RouterSpec | GivenRouting, dict[Operand, Source]]:
     """The router where it is recognised. A block never fails for its router."""
+    if block.weight_on_input:
+        return GivenRouting(), {}  # kernels that route inside weigh what comes out
     try:
         weights = nodes_of(block.weights)[0]  # or a matrix of scores, read at the ids
         found = identify_router(block.ids, weights, block.w13.shape[0], block.top_k, memo)
@@ -130,6 +132,13 @@ def _router(block: Block, memo: Memo) -> tuple[RouterSpec | GivenRouting, dict[O
         logger.debug("%s: routing is taken as given: %s", location(block.output), miss)
         return GivenRouting(), {}
     return found.spec, dict(found.operands)
+
+
+def _tokens(hidden: fx.Node) -> int | torch.SymInt:
+    count: int | torch.SymInt = 1
+    for size in shape(hidden)[:-1]:
+        count = count * size
+    return count
 
 
 def _token_range(size: int | torch.SymInt) -> TokenRange:
