@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from ..matching import NoMatch
-from .gemm import behind, settled, through_transposes
+from .gemm import settled, through_transposes
 from .graph_tools import (
     CAST,
     arguments,
@@ -24,6 +26,7 @@ from .graph_tools import (
     shape,
     source,
 )
+from .steps import LAYOUT, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +133,36 @@ class Chain:
 
 def first_layers(linears: Mapping[fx.Node, Linear]) -> dict[fx.Node, tuple[Linear, ...]]:
     """For every linear layer that could be an expert's last one, the one or two that it reads from."""
-    by_rows: dict[fx.Node, list[fx.Node]] = {}
-    found: dict[fx.Node, tuple[Linear, ...]] = {}
-    for node, linear in linears.items():
+    by_rows: dict[fx.Node, tuple[Linear, ...]] = {}
+    for linear in linears.values():
         if linear.rows not in by_rows:
-            by_rows[linear.rows] = behind(node, linear.rows, linears.keys())
-        ups = by_rows[linear.rows]
-        if 1 <= len(ups) <= 2:
-            found[node] = tuple(linears[up] for up in ups)
-    return found
+            by_rows[linear.rows] = _nearest(linear.rows, linears)
+    found = {node: by_rows[linear.rows] for node, linear in linears.items()}
+    return {node: ups for node, ups in found.items() if 1 <= len(ups) <= 2}
+
+
+_MAX_STEPS = 100
+"""Nodes of an activation."""
+
+
+def _nearest(rows: fx.Node, linears: Mapping[fx.Node, Linear]) -> tuple[Linear, ...]:
+    """The linear layers that ``rows`` come from through what an activation is made of; none where these are many."""
+    found: list[fx.Node] = []
+    pending = [rows]
+    for node in pending:
+        if node in linears:
+            found.append(node)
+        elif node is rows or is_call(node, CAST) or name_of(node) in LAYOUT or _is_elementwise(node):
+            pending += [arg for arg in node.all_input_nodes if arg not in pending]
+        if len(found) > 2 or len(pending) > _MAX_STEPS:
+            return ()
+    return tuple(linears[node] for node in sorted(found))
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def read_chain(ups: tuple[Linear, ...], down: Linear) -> Chain:

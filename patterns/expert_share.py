@@ -46,7 +46,7 @@ def read_share(chain: Chain, picks: Picks, stacked: Value | None) -> ExpertShare
     score = _score(chain, picks, stacked)
     hidden, rows, nodes = _dispatched(chain, picks)
     if score.kind != "score" or score.expert is None or score.ids is None or score.weights is None:
-        raise NoMatch("rows of {} are scaled by {}, not by routing weights", chain.down.node, score.kind, node=node)
+        raise NoMatch("rows of {} are not scaled by the routing weights of one expert", chain.down.node, node=node)
     if chain.joint.indices is None:
         if rows is not None or score.rows is not None or score.named not in (("tokens",), ("batch", "tokens")):
             raise NoMatch("{} adds rows of some tokens to those of all", node, node=node)

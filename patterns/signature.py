@@ -6,8 +6,10 @@ import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
+import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from ..matching import NoMatch
 from .probing import constant_value, dtype_of, is_known_size, isolated
@@ -42,21 +44,56 @@ def signature(nodes: Sequence[fx.Node], inputs: int = 0) -> Hashable:
     """A key that two node lists share only if they compute the same function of their inputs.
 
     ``nodes`` stand in topological order; the first ``inputs`` of them are inputs, whatever computes them.
-    Inputs enter by place, shape and dtype, constants by value, dynamic sizes by their formula.
+    Inputs enter by place, shape and dtype, constants by value, dynamic sizes by their formula, in which sizes that
+    only values decide have new names in order of appearance.
     """
-    index = {node: place for place, node in enumerate(nodes)}
-    given = tuple(("input", _shape(node), dtype_of(node)) for node in nodes[:inputs])
-    return given + tuple(_entry(node, index) for node in nodes[inputs:])
+    return _Signature(nodes).of(inputs)
 
 
-def _entry(node: fx.Node, index: dict[fx.Node, int]) -> Hashable:
-    about = (_shape(node), dtype_of(node))
-    if is_known_size(node):
-        return ("size", _size(node.meta["val"]))
-    if node.op == "call_function":
-        return (str(node.target), _frozen(node.args, index), _frozen(node.kwargs, index), about)
-    value = constant_value(node)
-    return (node.op, None if value is None else _content(node, value), about)
+class _Signature:
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.nodes = nodes
+        self.index = {node: place for place, node in enumerate(nodes)}
+        self.names: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def of(self, inputs: int) -> Hashable:
+        given = tuple(("input", self._shape(node), dtype_of(node)) for node in self.nodes[:inputs])
+        return given + tuple(map(self._entry, self.nodes[inputs:]))
+
+    def _entry(self, node: fx.Node) -> Hashable:
+        about = (self._shape(node), dtype_of(node))
+        if is_known_size(node):
+            return ("size", self._size(node.meta["val"]))
+        if node.op == "call_function":
+            return (str(node.target), self._frozen(node.args), self._frozen(node.kwargs), about)
+        value = constant_value(node)
+        return (node.op, None if value is None else _content(node, value), about)
+
+    def _frozen(self, value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            known = self.index.get(value)
+            return ("node", (self._shape(value), dtype_of(value)) if known is None else known)
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._frozen, value))
+        if isinstance(value, dict):
+            return tuple((key, self._frozen(item)) for key, item in sorted(value.items()))
+        return self._size(value) if isinstance(value, torch.SymInt) else repr(value)
+
+    def _shape(self, node: fx.Node) -> Hashable:
+        value = node.meta.get("val")
+        return tuple(map(self._size, value.shape)) if isinstance(value, torch.Tensor) else None
+
+    def _size(self, size: int | torch.SymInt) -> Hashable:
+        """A size that two pieces share only if it is the same for every input."""
+        if isinstance(size, int):
+            return int(size)
+        expr = size.node.expr
+        if expr.is_Integer:
+            return int(expr)
+        for symbol in sorted(expr.free_symbols, key=str):
+            if symbol_is_type(symbol, SymT.UNBACKED_INT):
+                self.names.setdefault(symbol, sympy.Symbol(f"data{len(self.names)}"))
+        return str(expr.xreplace(self.names))
 
 
 def _content(node: fx.Node, value: torch.Tensor) -> Hashable:
@@ -65,26 +102,3 @@ def _content(node: fx.Node, value: torch.Tensor) -> Hashable:
     with isolated():
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return hashlib.sha256(data.numpy().tobytes()).digest()
-
-
-def _frozen(value: Any, index: dict[fx.Node, int]) -> Hashable:
-    if isinstance(value, fx.Node):
-        return ("node", index[value] if value in index else (_shape(value), dtype_of(value)))
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(item, index) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _frozen(item, index)) for key, item in sorted(value.items()))
-    return _size(value) if isinstance(value, torch.SymInt) else repr(value)
-
-
-def _shape(node: fx.Node) -> Hashable:
-    value = node.meta.get("val")
-    return tuple(map(_size, value.shape)) if isinstance(value, torch.Tensor) else None
-
-
-def _size(size: int | torch.SymInt) -> Hashable:
-    """A size that two pieces share only if it is the same for every input."""
-    if isinstance(size, int):
-        return int(size)
-    expr = size.node.expr
-    return int(expr) if expr.is_Integer else str(expr)

@@ -1,4 +1,4 @@
-"""Ways to write a loop over experts, right ones and wrong ones."""
+"""Ways to write a loop over experts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ class LoopMoE(nn.Module):
         apart: bool = False,
         gated: bool = True,
         bias: bool = False,
-        k_first: bool = False,
         experts: int = E,
     ) -> None:
         super().__init__()
         self.loop, self.top_k, self.storage, self.fmt, self.experts = loop, top_k, storage, fmt, experts
-        self.gated, self.k_first = gated, k_first
+        self.gated, self.apart = gated, apart
         self.gate = nn.Linear(H, experts, bias=False, dtype=torch.bfloat16)
         rows = {"w1": INNER, "w3": INNER} if apart else {"w13": 2 * INNER if gated else INNER}
         for name, count, columns in (*((name, n, H) for name, n in rows.items()), ("w2", H, INNER)):
@@ -78,7 +77,7 @@ class LoopMoE(nn.Module):
     def activate(self, expert: int, rows: Tensor) -> Tensor:
         if not self.gated:
             return F.relu(self.linear("w13", expert, rows)).square()
-        if hasattr(self, "w1_bias"):
+        if self.apart:
             return F.silu(self.linear("w1", expert, rows)) * self.linear("w3", expert, rows)
         gate, up = self.linear("w13", expert, rows).chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -112,7 +111,7 @@ def _in_float64(model: LoopMoE, expert: int, row: Tensor) -> Tensor:
 
     if not model.gated:
         inner = F.relu(project("w13", row)).square()
-    elif hasattr(model, "w1_bias"):
+    elif model.apart:
         inner = F.silu(project("w1", row)) * project("w3", row)
     else:
         gate, up = project("w13", row).chunk(2)
