@@ -71,6 +71,7 @@ def _act(x: torch.Tensor, factor: torch.Tensor, activation: ActivationSpec) -> t
         return factor * torch.sigmoid(sqrt(8 / pi) * (x + 0.044715 * x * x * x))
     if activation.kind == "relu":
         return torch.where(x > 0, factor, 0.0)
+    assert activation.kind == "relu2", f"{activation.kind} is no activation"
     return factor * F.relu(x)
 
 

@@ -24,7 +24,7 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "einsum", "_gro
 
 MAX_NODES = 400
 _ROWS = 48
-_MIN_TOKENS = 16
+_MIN_TOKENS = 8
 _MAX_SCALARS = 3
 _TINY = 1e-2
 """A number below this may be what keeps a sum from zero."""

@@ -25,6 +25,7 @@ from ..spec import GateUpOrder, MoESpec, Operand
 from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+_BOUNDS = ("clamp", "clamp_activated", "softcap")
 _ACT_DTYPES = (torch.bfloat16, torch.float16)
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MULTIPLE = 32
@@ -87,6 +88,8 @@ def _spec_reasons(spec: MoESpec) -> list[Reason]:
         reasons.append(Reason(ReasonCode.FORMAT, f"weights in {' or '.join(FORMATS)}", repr(spec.weight_format)))
     if spec.activation.kind not in _ACTIVATIONS:
         reasons.append(Reason(ReasonCode.ACTIVATION, f"one of {', '.join(_ACTIVATIONS)}", str(spec.activation)))
+    if spec.activation.bound not in _BOUNDS:
+        reasons.append(Reason(ReasonCode.ACTIVATION, f"one of {', '.join(_BOUNDS)}", str(spec.activation.bound)))
     for what, size in (("hidden size", spec.hidden_size), ("intermediate size", spec.intermediate_size)):
         if size % _MULTIPLE or size <= 0:
             reasons.append(Reason(ReasonCode.SHAPE, f"a {what} that is a multiple of {_MULTIPLE}", str(size)))

@@ -50,6 +50,7 @@ def test_refuses_families_it_was_not_checked_on(capability: tuple[int, int]) -> 
     [
         ({"weight_format": BlockFormat("odd", 64, "e8m0", False)}, ReasonCode.FORMAT),
         ({"activation": ActivationSpec("tanh")}, ReasonCode.ACTIVATION),
+        ({"activation": ActivationSpec("silu", limit=1.0, bound="wrap")}, ReasonCode.ACTIVATION),
         ({"hidden_size": 2888}, ReasonCode.SHAPE),
         ({"intermediate_size": 48}, ReasonCode.SHAPE),
         ({"act_dtype": torch.float32}, ReasonCode.DTYPE),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fp4_inductor.patterns.router import identify_router, router_reference
 from router_spellings import (
     BIAS,
@@ -189,18 +190,69 @@ def test_softcapped_logits_are_cut_behind_the_cap() -> None:
     assert router.operands[Operand.ROUTER_LOGITS].op == "call_function"
 
 
-BY_SORTING: dict[str, Callable[[Tensor], Routed]] = {
-    "sort": lambda logits: tuple(v[:, :K] for v in logits.softmax(-1).sort(-1, descending=True))[::-1],
-    "argsort": lambda logits: ((ids := logits.argsort(-1, descending=True)[:, :K]), logits.softmax(-1).gather(1, ids)),
-    "exponentials": lambda logits: (
-        (ids := logits.topk(K).indices), (logits.exp() / logits.exp().sum(-1, keepdim=True)).gather(1, ids)
+def by_amax_in_groups(logits: Tensor, bias: Tensor) -> Routed:
+    scores = logits.softmax(-1)
+    groups = (scores + bias).unflatten(-1, (4, -1))
+    dropped = torch.ones(len(logits), 4, dtype=torch.bool).scatter(1, groups.amax(-1).topk(2)[1], False)
+    ids = groups.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(1).topk(K)[1]
+    return ids, scores.gather(1, ids) * 16.0
+
+
+def by_product_with_a_mask(logits: Tensor) -> Routed:
+    scores = logits.softmax(-1).view(-1, 4, E // 4)
+    chosen = scores.topk(2, -1).values.sum(-1).topk(2).indices
+    kept = F.one_hot(chosen, 4).sum(1).to(scores.dtype)
+    weights, ids = (scores * kept.unsqueeze(-1)).flatten(1).topk(K, -1)
+    return ids, weights
+
+
+def by_norm(logits: Tensor) -> Routed:
+    weights, ids = logits.softmax(-1).topk(K, -1)
+    return ids, weights / torch.norm(weights, p=1, dim=-1, keepdim=True)
+
+
+def by_normalize(logits: Tensor) -> Routed:
+    weights, ids = logits.sigmoid().topk(K, -1)
+    return ids, F.normalize(weights, p=1.0, dim=-1)
+
+
+OTHER_SPELLINGS: dict[str, tuple[Callable[..., Routed], RouterSpec]] = {
+    "sort": (lambda x: tuple(v[:, :K] for v in x.softmax(-1).sort(-1, descending=True))[::-1], RouterSpec(SOFTMAX)),
+    "argsort": (
+        lambda x: ((ids := x.argsort(-1, descending=True)[:, :K]), x.softmax(-1).gather(1, ids)),
+        RouterSpec(SOFTMAX),
     ),
-}  # fmt: skip
+    "exponentials": (
+        lambda x: ((ids := x.topk(K).indices), (x.exp() / x.exp().sum(-1, keepdim=True)).gather(1, ids)),
+        RouterSpec(SOFTMAX),
+    ),
+    "log_softmax": (lambda x: (x.topk(K).indices, x.log_softmax(-1).topk(K).values.exp()), RouterSpec(SOFTMAX)),
+    "reciprocal": (
+        lambda x: ((ids := x.topk(K).indices), 1 / (1 + torch.exp(-x.gather(1, ids)))),
+        RouterSpec(SIGMOID, topk_before_scoring=True),
+    ),
+    "amax": (
+        by_amax_in_groups,
+        RouterSpec(SOFTMAX, has_bias=True, num_groups=4, topk_groups=2, group_score="max", scaling_factor=16.0),
+    ),
+    "mask": (by_product_with_a_mask, RouterSpec(SOFTMAX, num_groups=4, topk_groups=2, group_fill=0.0)),
+    "norm": (by_norm, RouterSpec(SOFTMAX, renormalize=True)),
+    "normalize": (by_normalize, RouterSpec(SIGMOID, renormalize=True, renormalize_min=1e-12)),
+}
 
 
-@pytest.mark.parametrize("spelling", BY_SORTING)
+@pytest.mark.parametrize("spelling", OTHER_SPELLINGS)
 def test_other_spellings(spelling: str) -> None:
-    assert spec_of(BY_SORTING[spelling]) == RouterSpec(SOFTMAX)
+    fn, spec = OTHER_SPELLINGS[spelling]
+    assert spec_of(fn, *[BIAS] * spec.has_bias) == spec
+
+
+def test_one_expert_a_token() -> None:
+    def greedy(logits: Tensor) -> Routed:
+        weights, ids = logits.softmax(-1).max(-1, keepdim=True)
+        return ids, weights
+
+    assert identify_router(*traced(greedy), E, 1).spec == RouterSpec(SOFTMAX)
 
 
 @pytest.mark.parametrize(

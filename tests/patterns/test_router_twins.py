@@ -193,6 +193,23 @@ def test_ids_that_come_from_the_logits_are_not_given() -> None:
         found(by_another_product, torch.randn(6, 8), torch.randn(8, E))
 
 
+def hashed_and_weighed_elsewhere(logits: Tensor, table: Tensor, tokens: Tensor) -> Routed:
+    ids = table[tokens]
+    weights = logits.sigmoid().gather(1, (ids + 1) % E)
+    return ids, weights
+
+
+def hashed_by_a_limit(logits: Tensor, table: Tensor, tokens: Tensor) -> Routed:
+    ids, weights = hashed(logits, table, tokens)
+    return ids, weights.masked_fill(tokens[:, None] > 40, 0.0)
+
+
+@pytest.mark.parametrize("fn", [hashed_and_weighed_elsewhere, hashed_by_a_limit], ids=lambda fn: fn.__name__)
+def test_twins_of_ids_from_a_table_are_refused(fn: Callable[..., Routed]) -> None:
+    with pytest.raises(NoMatch):
+        found(fn, torch.rand(50, E).topk(K).indices, torch.randint(0, 50, (6,)))
+
+
 def test_equal_nodes_in_other_roles_share_no_memo_entry() -> None:
     memo = Memo()
     table, tokens = torch.rand(50, E).topk(K).indices, torch.randint(0, 50, (6,))
