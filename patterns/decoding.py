@@ -204,10 +204,11 @@ def _compared(
     lowest = _lowest_precision(nodes)
     blocks = experts * rows * (reading.shape[2] // reading.format.block_size)
     left = list(_variants(reading))
-    tolerance = 0.0 if reading.global_scale is None else _TOLERANCE.get(lowest, 1e-6)
-    runs = max(-(-_MIN_BLOCKS // blocks), 3 if reading.roles.table is not None else 1)
-    for _ in range(runs):
-        feeds = _feeds(nodes, reading, experts, rows, generator, narrow=lowest is torch.float16)
+    runs = max(-(-_MIN_BLOCKS // blocks), 3 if reading.roles.table is not None else 2)
+    for run in range(runs):
+        exact = reading.global_scale is None or run == 0
+        tolerance = 0.0 if exact else _TOLERANCE.get(lowest, 1e-6)
+        feeds = _feeds(nodes, reading, experts, rows, generator, narrow=lowest is torch.float16, exact=exact)
         out = _run(node, {nodes[place]: value for place, value in feeds.items()}, picks, experts)
         got = out.mT if reading.transposed else out
         want = (experts, rows, reading.shape[2])
@@ -280,9 +281,19 @@ def _lowest_precision(nodes: Sequence[fx.Node]) -> torch.dtype:
 
 
 def _feeds(
-    nodes: Sequence[fx.Node], reading: Decoded, experts: int, rows: int, generator: torch.Generator, *, narrow: bool
+    nodes: Sequence[fx.Node],
+    reading: Decoded,
+    experts: int,
+    rows: int,
+    generator: torch.Generator,
+    *,
+    narrow: bool,
+    exact: bool,
 ) -> dict[int, torch.Tensor]:
-    """Random values for what the piece reads, by place, as it is stored."""
+    """Random values for what the piece reads, by place, as it is stored.
+
+    With ``exact`` global scales are powers of two: no product is rounded then, and the least factor shows.
+    """
     roles = reading.roles
     feeds: dict[int, torch.Tensor] = {}
     for place, lay in ((roles.codes, reading.codes.lay), (roles.scale, reading.scale.lay)):
@@ -296,7 +307,8 @@ def _feeds(
     if roles.global_scale is not None and reading.global_scale is not None:
         node = nodes[roles.global_scale]
         shape = reading.global_scale.shape_for(shape_hint(node) or (), experts, rows)
-        factor = torch.empty(shape).uniform_(*((-3, 3) if narrow else (-8, 4)), generator=generator).exp2()
+        power = torch.empty(shape).uniform_(*((-3, 3) if narrow else (-8, 4)), generator=generator)
+        factor = (power.round() if exact else power).exp2()
         feeds[roles.global_scale] = factor.to(dtype_of(node) or torch.float32)
     if roles.table is not None:
         node = nodes[roles.table]

@@ -19,7 +19,7 @@ from .packing import TABLES, Codes, Globals, Lay, Relayout, Scales, may_scale
 from .probing import WIDE_FLOATS, cone, constant_value, dtype_of, shape_hint
 from .provenance import BYTES, Kind, Origin, leaves_of, origins, picked, picks, replay
 from .signature import Memo, signature
-from .weights import ExpertWeight, Share, holds_one, stack_experts
+from .weights import ExpertWeight, Share, holds_one, join_expert_halves, join_halves, stack_experts
 
 _MAX_CONE = 4000
 _RAN = 0.5
@@ -54,6 +54,11 @@ def _identify(node: fx.Node, memo: Memo) -> tuple[PackedWeight, bool]:
         if len({expert.transposed for expert in experts}) != 1:
             raise NoMatch("{} stacks weights that lie unlike", node, node=node, progress=0.4)
         return stack_experts(experts), experts[0].transposed != flipped
+    halves, flipped = _halves(node)
+    if halves:
+        packed, transposed = zip(*(identify(half, memo) for half in halves), strict=True)
+        _check_halves(node, transposed)
+        return join_halves(packed), transposed[0] != flipped
     piece = _Piece(node, memo)
     found = piece.found
     return (
@@ -101,6 +106,11 @@ def identify_expert(node: fx.Node, memo: Memo | None = None) -> ExpertWeight:
             (rows, columns),
             transposed != flipped,
         )
+    halves, flipped = _halves(node)
+    if halves:
+        parts = [identify_expert(half, memo) for half in halves]
+        _check_halves(node, [part.transposed for part in parts])
+        return replace(join_expert_halves(parts), transposed=parts[0].transposed != flipped)
     piece = _piece_of_expert(node, memo)
     found = piece.found
     return ExpertWeight(
@@ -261,6 +271,27 @@ def _stacked(node: fx.Node) -> tuple[list[fx.Node], bool]:
     if len(parts) != experts or not all(_is_float_matrix(part) for part in parts):
         return [], False
     return parts, flipped
+
+
+def _halves(node: fx.Node) -> tuple[list[fx.Node], bool]:
+    """The weights of gate and up that are joined to ``node``, and whether it transposes them; none if it is not."""
+    joined, flipped = _unwrapped(node)
+    if not is_call(joined, aten.cat.default) or len(arguments(joined)["tensors"]) != 2:
+        return [], False
+    parts = [part for part in arguments(joined)["tensors"] if dtype_of(part) in WIDE_FLOATS]
+    alike = len({shape_hint(part) for part in parts}) == 1 and len(shape_hint(joined) or ()) == len(
+        shape_hint(node) or ()
+    )
+    return (parts, flipped) if alike and len(parts) == 2 else ([], False)
+
+
+def _check_halves(node: fx.Node, transposed: Sequence[bool]) -> None:
+    """Refuse halves that are not joined along their rows."""
+    joined = _unwrapped(node)[0]
+    rank = len(shape_hint(joined) or ())
+    rows = rank - 1 if transposed[0] else rank - 2
+    if transposed[0] != transposed[1] or (arguments(joined)["dim"] or 0) % rank != rows:
+        raise NoMatch("{} joins weights along another axis than rows", node, node=node, progress=0.4)
 
 
 def _is_float_matrix(node: fx.Node) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
@@ -13,6 +12,17 @@ from torch import fx
 
 from ..formats import BlockFormat
 from ..matching import Assembled, NoMatch, PackedWeight, Source, nodes_of
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """``function`` with its first arguments, like ``functools.partial``, but equal to another where those are."""
+
+    function: Callable[..., torch.Tensor]
+    first: tuple[object, ...]
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return self.function(*self.first, *tensors)
 
 
 def join_halves(parts: Sequence[PackedWeight]) -> PackedWeight:
@@ -88,6 +98,27 @@ def stack_experts(experts: Sequence[ExpertWeight]) -> PackedWeight:
     )
 
 
+def join_expert_halves(parts: Sequence[ExpertWeight]) -> ExpertWeight:
+    """One expert's w13 from its weights of gate and up, in this order.
+
+    Raises:
+        NoMatch: they are not alike, or not picked alike from tensors of all experts.
+    """
+    whole: list[PackedWeight] = []
+    first = parts[0]
+    for part in parts:
+        factor = part.global_scale
+        shares = [part.codes, part.scale, *([] if factor is None or holds_one(factor.source) else [factor])]
+        if {(share.index, share.count) for share in shares} != {(first.codes.index, first.codes.count)}:
+            raise NoMatch("gate and up are not picked alike from tensors of all experts")
+        sources = part.codes.source, part.scale.source, None if factor is None else factor.source
+        whole.append(PackedWeight(*sources, part.format, (part.codes.count, *part.shape)))
+    joined, index, count = join_halves(whole), first.codes.index, first.codes.count
+    factor = None if joined.global_scale is None else Share(joined.global_scale, index, count)
+    scale, codes = Share(joined.scale, index, count), Share(joined.codes, index, count)
+    return ExpertWeight(codes, scale, factor, first.format, joined.shape[1:], first.transposed)
+
+
 def _stacked(shares: Sequence[Share], shape: tuple[int, int] | None, dtype: torch.dtype) -> Source:
     """Canonical ``[E, ...]`` of one operand; ``shape`` is one expert's, None for global scales."""
     sources = list(dict.fromkeys(share.source for share in shares))
@@ -96,7 +127,7 @@ def _stacked(shares: Sequence[Share], shape: tuple[int, int] | None, dtype: torc
         if whole if shares[0].count == len(shares) else shape is None and holds_one(sources[0]):
             return sources[0]
     places = tuple((sources.index(share.source), share.index, share.count) for share in shares)
-    return _assembled(sources, partial(_stack, _makers(sources), places, shape, dtype))
+    return _assembled(sources, Bound(_stack, (_makers(sources), places, shape, dtype)))
 
 
 def holds_one(source: Source) -> bool:
@@ -124,7 +155,7 @@ def concatenated_rows(*parts: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of(parts: Sequence[Source], shape: tuple[int, int, int], dtype: torch.dtype) -> Assembled:
-    return _assembled(parts, partial(_joined_rows, _makers(parts), shape, dtype))
+    return _assembled(parts, Bound(_joined_rows, (_makers(parts), shape, dtype)))
 
 
 def _global_rows(parts: Sequence[PackedWeight]) -> Source | None:
@@ -133,7 +164,7 @@ def _global_rows(parts: Sequence[PackedWeight]) -> Source | None:
     if not scales:
         return None
     experts, rows, _ = parts[0].shape
-    return _assembled(scales, partial(_joined_globals, _makers(scales), experts, rows))
+    return _assembled(scales, Bound(_joined_globals, (_makers(scales), experts, rows)))
 
 
 _Maker: TypeAlias = "tuple[Callable[..., torch.Tensor] | None, int]"

@@ -95,6 +95,15 @@ def as_parts(codes: Tensor, scale: Tensor, gs: Tensor) -> dict[str, Tensor]:
     return {f"{name}_{e}": value[e].clone() for name, value in named.items() for e in range(E)}
 
 
+def of_halves(t: dict[str, Tensor], rows: int, columns: int) -> Tensor:
+    return torch.cat([dequantize(t[f"codes_{h}"], t[f"scale_{h}"], t[f"gs_{h}"], NVFP4) for h in range(2)], dim=1)
+
+
+def as_halves(codes: Tensor, scale: Tensor, gs: Tensor) -> dict[str, Tensor]:
+    named = {"codes": codes.chunk(2, dim=1), "scale": scale.chunk(2, dim=1), "gs": gs.chunk(2, dim=1)}
+    return {f"{name}_{half}": value[half].clone() for name, value in named.items() for half in range(2)}
+
+
 STORAGES = {
     "columns": Storage(MXFP4, lambda c, s, g: {"codes": c.mT.contiguous(), "scale": s.mT.contiguous()}, by_columns),
     "high nibble first": Storage(MXFP4, lambda c, s, g: {"codes": (c << 4) | (c >> 4), "scale": s}, high_first),
@@ -109,6 +118,7 @@ STORAGES = {
     "halves": Storage(NVFP4, lambda c, s, g: {"codes": c, "scale": s, "gs": g}, by_halves, (E, 2)),
     "dividing": Storage(NVFP4, lambda c, s, g: {"codes": c, "scale": s, "inverse": 1 / g}, dividing),
     "parts": Storage(NVFP4, as_parts, of_parts),
+    "gate and up apart": Storage(NVFP4, as_halves, of_halves, (E, 2)),
 }
 
 

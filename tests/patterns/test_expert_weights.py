@@ -24,18 +24,19 @@ from dequantize_spellings import (
     mx_shift,
     mx_transposed,
     name_of,
+    nv,
     nv_scalar,
     roots,
 )
 from fp4_inductor.patterns import decoding
-from fp4_inductor.patterns.dequantize import identify_expert
+from fp4_inductor.patterns.dequantize import identify, identify_expert
 from fp4_inductor.patterns.signature import Memo
 from fp4_inductor.patterns.weights import stack_experts
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4_inductor.formats import MXFP4, NVFP4
-from fp4_inductor.matching import Assembled, NoMatch, PackedWeight
+from fp4_inductor.matching import Assembled, NoMatch, PackedWeight, nodes_of
 
 Decode = Callable[..., Tensor]
 
@@ -139,6 +140,39 @@ def test_halfway_twins_are_refused() -> None:
         for node in outputs(fn, roots("mx")):
             with pytest.raises(NoMatch):
                 identify_expert(node, memo)
+
+
+def halves_of(fmt: str) -> list[Tensor]:
+    """Codes, scales and global scales of gate, then of up."""
+    sizes = {"global_shape": (E,)} if fmt == "nv" else {}
+    return [*roots(fmt, **sizes), *roots(fmt, **sizes)]
+
+
+def test_gate_and_up_joined_once_decoded() -> None:
+    def of_all(*t: Tensor) -> Tensor:
+        return torch.cat([nv(*t[:3]), nv(*t[3:])], dim=1)
+
+    def turned(*t: Tensor) -> Tensor:
+        return torch.cat([nv(*t[:3]).mT, nv(*t[3:]).mT], dim=2)
+
+    inputs = halves_of("nv")
+    for fn in (of_all, turned):
+        packed = assert_decodes(outputs(lambda *t, fn=fn: [fn(*t)], inputs)[0], fn, inputs)
+        assert packed.shape == (E, 2 * N, K)
+
+    def one_by_one(*t: Tensor) -> list[Tensor]:
+        return [torch.cat([nv_scalar(*(x[e] for x in t[:3])), nv_scalar(*(x[e] for x in t[3:]))]) for e in range(E)]
+
+    packed = assert_stacks(one_by_one, inputs)
+    assert packed.shape == (E, 2 * N, K)
+    assert len(nodes_of(packed.codes)) == 2  # each root once
+
+
+def test_halves_joined_along_k_are_refused() -> None:
+    inputs = halves_of("mx")
+    (node,) = outputs(lambda *t: [torch.cat([mx_exp2(*t[:2]), mx_exp2(*t[2:])], dim=2)], inputs)
+    with pytest.raises(NoMatch, match="another axis than rows"):
+        identify(node)
 
 
 @pytest.mark.parametrize("pick", ["slice", "unbind", "split"])
