@@ -68,4 +68,12 @@ def _is_at_most(size: object, bound: object) -> bool:
     if not isinstance(mask, fx.Node) or (mask is not arguments(counted)["self"] and dtype(mask) is not torch.bool):
         return False
     places, most = numel(mask), value(bound)
-    return same(places, most) or (isinstance(places, int) and isinstance(most, int) and most >= places)
+    return same(places, most) or (isinstance(most, int) and _largest(places) <= most)
+
+
+def _largest(size: int | torch.SymInt) -> float:
+    """The most that a size may be, by the guards of the graph's inputs."""
+    if isinstance(size, int):
+        return size
+    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(upper) if size.node.has_hint() and upper.is_Integer else float("inf")

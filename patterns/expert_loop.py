@@ -6,6 +6,7 @@ tokens with a weight that is zero for the others. Which expert it is, is what id
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -139,17 +140,14 @@ def _top_k(ids: fx.Node) -> int:
 def _check_tokens(hidden: fx.Node, ids: fx.Node, weights: fx.Node, shares: Sequence[ExpertShare], experts: int) -> None:
     top_k = _top_k(ids)
     width = shape(hidden)[-1]
-    if not same(numel(hidden) * top_k, numel(ids) * width):
+    if not same(numel(hidden) * top_k, numel(ids) * width) or not same(numel(weights), numel(ids)):
+        found = [(node.name, tuple(shape(node))) for node in (hidden, ids, weights)]
         raise NoMatch(
-            "{} {} and ids {} {} are not seen to have as many tokens; mark or compute them from one tensor",
-            hidden.name,
-            tuple(shape(hidden)),
-            ids.name,
-            tuple(shape(ids)),
+            "hidden states {} {}, ids {} {} and weights {} {} are not known to have as many tokens; "
+            "torch._check(ids.shape[0] == hidden.shape[0]), and so for weights, tells it to the compiler",
+            *itertools.chain(*found),
             node=ids,
         )
-    if not same(numel(weights), numel(ids)):
-        raise NoMatch("{} does not hold one weight a slot", weights.name, node=weights)
     if any(share.distinct for share in shares) and not is_choice(source(ids), experts):
         raise NoMatch("an id that a token has twice would count once; {} is no top-k over experts", ids, node=ids)
     total = _choices(source(ids))

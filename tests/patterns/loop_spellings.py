@@ -51,7 +51,9 @@ class LoopMoE(nn.Module):
             self.hold(f"{name}_bias", torch.randn(experts, count).bfloat16() if bias else None)
 
     def hold(self, name: str, value: Tensor | None) -> None:
-        if self.storage != "own" or value is None:
+        if value is None:
+            setattr(self, name, None)
+        elif self.storage != "own":
             self.register_buffer(name, value)
         else:
             for expert, own in enumerate(value):
