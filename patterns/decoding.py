@@ -75,6 +75,20 @@ class _Sample:
     global_scale: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """What a piece gave for random bytes, and how far that may be off."""
+
+    feeds: dict[int, torch.Tensor]
+    got: torch.Tensor
+    tolerance: float
+
+    def excess(self, reading: Decoded, size: tuple[int, int], lowest: torch.dtype) -> float:
+        """The error of a reading where it is not tolerated, else 0."""
+        error = _error(self.got, _read(self.feeds, reading, *size), lowest)
+        return error if error > self.tolerance else 0.0
+
+
 def decoded(node: fx.Node, origins: Sequence[Origin], rest: Sequence[fx.Node], picks: Picks | None = None) -> Decoded:
     """The one reading under which ``node`` is what the formats say.
 
@@ -203,30 +217,31 @@ def _compared(
     generator = torch.Generator().manual_seed(0)
     lowest = _lowest_precision(nodes)
     blocks = experts * rows * (reading.shape[2] // reading.format.block_size)
-    left = list(_variants(reading))
-    runs = max(-(-_MIN_BLOCKS // blocks), 3 if reading.roles.table is not None else 2)
-    for run in range(runs):
+    probes: list[_Probe] = []
+    for run in range(max(-(-_MIN_BLOCKS // blocks), 3 if reading.roles.table is not None else 2)):
         exact = reading.global_scale is None or run == 0
-        tolerance = 0.0 if exact else _TOLERANCE.get(lowest, 1e-6)
         feeds = _feeds(nodes, reading, experts, rows, generator, narrow=lowest is torch.float16, exact=exact)
         out = _run(node, {nodes[place]: value for place, value in feeds.items()}, picks, experts)
         got = out.mT if reading.transposed else out
         want = (experts, rows, reading.shape[2])
         if got.shape != want:
             raise NoMatch("{} has shape {} in a probe of {}", node, tuple(got.shape), want)
-        errors = [_error(got, _read(feeds, other, experts, rows), lowest) for other in left]
-        if min(errors) > tolerance:
-            difference = _known_difference(got, feeds, left, (experts, rows), lowest, tolerance)
-            raise NoMatch(
-                "{} does not decode as {}: {}",
-                node,
-                left[errors.index(min(errors))].format,
-                difference or f"it differs by {min(errors):.2g} of a weight",
-                node=node,
-                progress=0.5,
-            )
-        left = [other for other, error in zip(left, errors, strict=True) if error <= tolerance]
-    return left[0]
+        probes.append(_Probe(feeds, got, 0.0 if exact else _TOLERANCE.get(lowest, 1e-6)))
+    size, errors = (experts, rows), dict[Decoded, float]()
+    for other in _variants(reading, dtype_of(nodes[reading.roles.scale])):
+        errors[other] = next((error for probe in probes if (error := probe.excess(other, size, lowest))), 0.0)
+        if not errors[other]:
+            return other
+    nearest = min(errors, key=lambda other: errors[other])
+    difference = _known_difference(probes[0], list(errors), size, lowest)
+    raise NoMatch(
+        "{} does not decode as {}: {}",
+        node,
+        nearest.format,
+        difference or f"it differs by {errors[nearest]:.2g} of a weight",
+        node=node,
+        progress=0.5,
+    )
 
 
 def _run(node: fx.Node, feeds: dict[fx.Node, torch.Tensor], picks: Picks | None, experts: int) -> torch.Tensor:
@@ -244,14 +259,14 @@ def _run(node: fx.Node, feeds: dict[fx.Node, torch.Tensor], picks: Picks | None,
     return torch.stack(outs)
 
 
-def _variants(reading: Decoded) -> Iterator[Decoded]:
+def _variants(reading: Decoded, stored: torch.dtype | None) -> Iterator[Decoded]:
     """``reading`` in every format, order of nibbles and direction of the global scale, the usual first."""
     directions = [reading.global_scale]
     if reading.global_scale is not None:
         directions.append(replace(reading.global_scale, inverse=True))
     for high_first in (False, True):
         for factor in directions:
-            for base in (MXFP4, NVFP4):
+            for base in (NVFP4, MXFP4) if stored is torch.float8_e4m3fn else (MXFP4, NVFP4):
                 fmt = _variant(base, reading.format.block_size, factor is not None)
                 yield replace(
                     reading,
@@ -359,23 +374,16 @@ def _error(got: torch.Tensor, sample: _Sample, lowest: torch.dtype) -> float:
     return float(torch.where(inside, difference, 0.0).max())
 
 
-def _known_difference(
-    got: torch.Tensor,
-    feeds: dict[int, torch.Tensor],
-    readings: Sequence[Decoded],
-    size: tuple[int, int],
-    lowest: torch.dtype,
-    tolerance: float,
-) -> str:
+def _known_difference(probe: _Probe, readings: Sequence[Decoded], size: tuple[int, int], lowest: torch.dtype) -> str:
     """A difference that has a name, for the message."""
     for reading in readings:
-        sample = _read(feeds, reading, *size)
+        sample = _read(probe.feeds, reading, *size)
         named = {
             "it ignores its global scale": replace(sample, global_scale=torch.ones_like(sample.global_scale)),
             "its scales are halved": replace(sample, scale=sample.scale * 0.5),
             "its scales are doubled": replace(sample, scale=sample.scale * 2.0),
         }
         for name, other in named.items():
-            if _error(got, other, lowest) <= tolerance:
+            if _error(probe.got, other, lowest) <= probe.tolerance:
                 return name
     return ""

@@ -6,6 +6,7 @@ between is told by numbers (``decoding``), and how the bytes lie becomes a re-la
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -20,6 +21,8 @@ from .probing import WIDE_FLOATS, cone, constant_value, dtype_of, shape_hint
 from .provenance import BYTES, Kind, Origin, leaves_of, origins, picked, picks, replay
 from .signature import Memo, signature
 from .weights import ExpertWeight, Share, holds_one, join_expert_halves, join_halves, stack_experts
+
+logger = logging.getLogger(__name__)
 
 _MAX_CONE = 4000
 _RAN = 0.5
@@ -143,6 +146,8 @@ class _Piece:
             key += [picks.count, places, signature([*picks.nodes, *below], inputs=len(picks.nodes))]
             rest = [*rest, *below]
         self.found: Decoded = memo.get(("decoded", *key), lambda: decoded(node, self.origins, rest, picks))
+        if self.found.codes.high_first:
+            logger.debug("%s: the high nibble of a byte comes first; a re-layout exchanges them", node)
 
     def source(self, place: int | None, layout: Codes | Scales | Globals, table: int | None = None) -> Source:
         """The operand that lies at ``place`` as ``layout`` says, decoded by a table if there is one."""
