@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import experts_interface
 from .device import DeviceInfo
 from .errors import Fp4InductorError
 from .options import Options, split_options
@@ -45,6 +46,7 @@ def explain(
 
     from .dynamo_backend import compile_with
 
+    experts_interface.register()
     if isinstance(device, str):
         device = DeviceInfo.parse(device)
     target = DeviceInfo.current(device) if isinstance(device, torch.device) else device

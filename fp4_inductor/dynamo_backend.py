@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .device import DeviceInfo
+from .graph_breaks import report_broken_experts
 from .lowering_pass import Lowering, fold_and_compile, lower
 from .options import Options, split_options
 from .report import LoweringReport, dump_graph, dump_report
@@ -124,8 +125,12 @@ def _inner_compile(
     compile_inner = config.patch(later_patches)(compile_fx_inner)
     as_written = None if generate_code else fx.GraphModule(gm, _copy_graph(gm))
     lowering = _lower(gm, options, device) if _may_rewrite(gm, kwargs, on_report) else None
-    if lowering is not None and on_report is not None:
-        on_report(lowering.report)
+    if lowering is not None:
+        broken = report_broken_experts(gm.graph, lowering.report)
+        if on_report is not None:
+            on_report(lowering.report)
+        elif broken is not None:
+            _warn_once(broken)
     if as_written is not None:
         return make_boxed_func(as_written.forward)
     if lowering is None or not lowering.report.num_lowered:
@@ -170,7 +175,7 @@ def _may_rewrite(
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def _warn_once(message: object) -> None:
     logger.warning("%s", message)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from . import experts_interface
 from .errors import QuantizationError
 from .formats import BlockFormat, get_format
 from .modules import CarriedWeight, carried_weights, pack_parameter, transposed_experts
@@ -46,6 +47,7 @@ def quantize_(model: nn.Module, format: str | BlockFormat, *, filter: Filter | N
         UnknownNameError: no such format.
         QuantizationError: nothing to quantise, or a weight that cannot be; nothing was changed.
     """
+    experts_interface.register()
     fmt = get_format(format)
     targets = list(_find(model, fmt, filter))
     if not targets:

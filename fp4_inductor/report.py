@@ -80,6 +80,42 @@ class SiteReport:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class BrokenExperts:
+    """Experts that run as a loop in Python, between graphs that hold a part of one of them each.
+
+    Those of one class are equal, wherever in the loop they were seen.
+
+    Attributes:
+        owner: class of the module that runs the loop; "" where there is none.
+        in_transformers: whether transformers can compute this module's experts without a loop.
+        unrolls: whether the loop broke over sizes that values decide, which Dynamo can be told to trace.
+    """
+
+    where: SourceLocation = field(compare=False)
+    owner: str
+    in_transformers: bool
+    unrolls: bool
+
+    @property
+    def cure(self) -> str:
+        if self.in_transformers:
+            return (
+                'call model.set_experts_implementation("grouped_mm") before compiling, or pass '
+                'experts_implementation="grouped_mm" to from_pretrained'
+            )
+        at_once = "compute all experts at once, by torch.nn.functional.grouped_mm over tokens sorted by expert"
+        option = "set torch._dynamo.config.capture_dynamic_output_shape_ops = True, which traces it whole, or "
+        return f"{option}{at_once}" if self.unrolls else at_once
+
+    def __str__(self) -> str:
+        owner = f" of {self.owner}" if self.owner else ""
+        return (
+            f"a loop over experts{owner} at {self.where} breaks the graph, so no graph holds the block and its FP4 "
+            f"weights are dequantised in every call; {self.cure}"
+        )
+
+
 @dataclass(slots=True)
 class LoweringReport:
     """Everything recognition and selection decided, over all graphs of a model, in order."""
@@ -89,6 +125,7 @@ class LoweringReport:
     near_misses: list[NearMiss] = field(default_factory=list)
     num_graphs: int = 0
     notes: list[str] = field(default_factory=list)
+    broken_experts: list[BrokenExperts] = field(default_factory=list)
 
     @property
     def num_lowered(self) -> int:
@@ -101,6 +138,7 @@ class LoweringReport:
         self.near_misses += other.near_misses
         self.num_graphs += other.num_graphs
         self.notes += [note for note in other.notes if note not in self.notes]
+        self.broken_experts += [broken for broken in other.broken_experts if broken not in self.broken_experts]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -118,6 +156,10 @@ class LoweringReport:
                 }
                 for miss in self.near_misses
             ],
+            "broken_experts": [
+                {"where": _location_json(broken.where), "owner": broken.owner, "cure": broken.cure}
+                for broken in self.broken_experts
+            ],
             "notes": self.notes,
         }
 
@@ -132,7 +174,7 @@ class LoweringReport:
             packed = _size(sum(miss.packed_bytes for miss in group))
             lines.append(f"  left behind: {_anchors(group)} ({packed} packed) at {group[0].where}")
             lines.append(f"    nearest pattern {group[0].pattern}: {group[0].reason}")
-        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  note: {note}" for note in (*self.broken_experts, *self.notes)]
         return "\n".join(lines)
 
 

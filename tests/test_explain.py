@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from models import pack_experts, tiny_model, token_ids
 
-from fp4_inductor import NoBackendError, UnknownNameError, explain, quantize_
+from fp4_inductor import NoBackendError, Options, UnknownNameError, explain, quantize_
+from fp4_inductor.dynamo_backend import compile_with
 
 
 def test_on_this_machine() -> None:
@@ -134,8 +136,93 @@ def test_blocks_that_an_option_leaves_are_told() -> None:
     assert "no FP4 weights" not in text
 
 
-def test_a_graph_break_before_the_gemm_is_named() -> None:
-    model = pack_experts(tiny_model("mixtral", layers=1, experts_implementation="eager"), "mxfp4")
+def eager_model(family: str = "mixtral") -> torch.nn.Module:
+    return pack_experts(tiny_model(family, experts_implementation="eager"), "mxfp4")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_loop_over_experts_is_named_once_with_its_cure(family: str) -> None:
+    report = explain(eager_model(family), token_ids())
+    assert report.near_misses
+    (broken,) = report.broken_experts
+    assert broken.where.file.endswith(f"modeling_{family}.py")
+    assert broken.where.module == "model.layers.0.mlp.experts"
+    assert "gate_up_proj" in broken.where.code
+    assert {miss.where.file for miss in report.near_misses} == {broken.where.file}
+    text = str(report)
+    assert text.count("a loop over experts of ") == 1
+    assert 'call model.set_experts_implementation("grouped_mm")' in text
+    assert "capture_dynamic_output_shape_ops" not in text  # which does not help here
+    assert json.loads(json.dumps(report.to_json()))["broken_experts"][0]["cure"] == broken.cure
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "fp4moe"])
+def test_the_cure_cures(implementation: str) -> None:
+    model = eager_model()
+    explain(model, token_ids())
+    model.set_experts_implementation(implementation)
     report = explain(model, token_ids())
-    assert len(report.near_misses) == 2
-    assert all("graph break" in miss.reason for miss in report.near_misses)
+    assert report.num_lowered == 2
+    assert not report.broken_experts
+
+
+def test_the_backend_warns_of_a_loop_once(caplog: pytest.LogCaptureFixture) -> None:
+    backend = functools.partial(compile_with, options=Options(), generate_code=False)
+    with torch.no_grad():
+        torch.compile(eager_model(), backend=backend)(token_ids())
+    said = [message for message in caplog.messages if "a loop over experts of MixtralExperts" in message]
+    assert len(said) == 1
+    assert 'call model.set_experts_implementation("grouped_mm")' in said[0]
+
+
+class Loop(torch.nn.Module):
+    """Experts in a loop over sizes that values decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = torch.nn.Parameter(torch.randn(4, 192, 128).bfloat16())
+        self.w2 = torch.nn.Parameter(torch.randn(4, 128, 96).bfloat16())
+
+    def expert(self, e: int, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.nn.functional.linear(rows, self.w13[e]).chunk(2, dim=-1)
+        return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, self.w2[e])
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for e in range(4):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.expert(e, hidden[token]) * weights[token, slot, None])
+        return out
+
+
+def test_a_users_loop_is_named_with_the_option_that_unrolls_it() -> None:
+    model = quantize_(Loop().eval(), "mxfp4", filter=lambda name, _: True)
+    inputs = torch.randn(6, 128).bfloat16(), torch.rand(6, 4).topk(2).indices, torch.rand(6, 2).bfloat16()
+    report = explain(model, *inputs)
+    (broken,) = report.broken_experts
+    assert (broken.owner, broken.where.file) == ("Loop", __file__)
+    assert "self.expert(e, hidden[token])" in broken.where.code
+    assert "set torch._dynamo.config.capture_dynamic_output_shape_ops = True" in str(report)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = explain(model, *inputs)
+    assert report.num_lowered == 1
+    assert not report.broken_experts
+
+
+def test_weights_that_are_left_behind_otherwise_are_no_loop() -> None:
+    class Dense(torch.nn.Module):
+        """One weight that every token uses, after a break."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.randn(1, 192, 128).bfloat16())
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            kept = hidden[hidden.abs().amax(-1).gt(0).nonzero().squeeze(-1)]
+            return torch.nn.functional.linear(kept, self.w[0])
+
+    report = explain(quantize_(Dense().eval(), "mxfp4", filter=lambda name, _: True), torch.randn(6, 128).bfloat16())
+    assert report.near_misses
+    assert report.num_graphs > 1
+    assert not report.broken_experts

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from .. import experts_interface
 from ..errors import CheckpointError
 from .files import SafetensorsFiles
 
@@ -31,6 +32,7 @@ def build_on_meta(
         raise CheckpointError(
             "building the model", needed="transformers", got="none", now='pip install "fp4_inductor[hf]"'
         ) from None
+    experts_interface.register()
     trust = {key: value for key, value in hf_kwargs.items() if key == "trust_remote_code"}
     try:
         config = AutoConfig.from_pretrained(folder, **trust)
