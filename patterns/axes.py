@@ -47,6 +47,11 @@ def laid_out(sizes: Sequence[Size], *names: tuple[str, int]) -> Layout:
     return tuple(dims)
 
 
+def axis_over(name: str, sizes: Sequence[Size]) -> Axis:
+    """The axis ``name`` whose digits are dimensions of ``sizes``."""
+    return Axis(name, _product(sizes))
+
+
 def axes(layout: Layout) -> Dimension:
     """All axes of a layout, the slowest first, digits of one index put together where they stand together."""
     return _joined(axis for dim in layout for axis in dim)

@@ -13,9 +13,9 @@ from ..spec import Operand
 from .axes import Axis, Layout, along, broadcast, moved, moves, multiplied, names, runs_over, trail, unified
 from .block import Feed
 from .branches import onward, read_ids, slot_layout, values_of
-from .combine import NARROW
 from .graph_tools import (
     CAST,
+    NARROW,
     arguments,
     aten,
     dtype,

@@ -12,8 +12,11 @@ import torch
 from torch import fx
 
 from ..matching import NoMatch
+from .axes import Axis, Size, axes, axis_over, regrouped
+from .branch_combine import Branches, Way, combine_branches
 from .graph_tools import (
     CAST,
+    NARROW,
     arguments,
     aten,
     dtype,
@@ -29,6 +32,7 @@ from .graph_tools import (
     shape,
     source,
     value,
+    whole_rows,
 )
 from .masks import unmasked
 from .rows import RowOrder
@@ -40,13 +44,15 @@ class Combine:
 
     Attributes:
         output: ``[T, H]``, the sum, or its cast where nobody else reads the sum.
-        weights: routing weights, ``[T, k]`` or a view with as many elements, in the dtype they multiply in.
+        weights: routing weights, ``[T, k]`` or a view with as many elements.
+        weights_dtype: in which they multiply.
         nodes: the steps from rows to output, views left out.
         masked: whether rows of no expert are zeroed on the way.
     """
 
     output: fx.Node
     weights: fx.Node
+    weights_dtype: torch.dtype
     nodes: frozenset[fx.Node]
     masked: bool
 
@@ -58,8 +64,10 @@ class _Rows:
     node: fx.Node
     order: RowOrder
     top_k: int
-    num_experts: object
+    num_experts: int
+    width: Size
     weights: fx.Node | None = None
+    weights_dtype: torch.dtype | None = None
     nodes: frozenset[fx.Node] = field(default_factory=frozenset)
     masked: bool = False
 
@@ -67,29 +75,45 @@ class _Rows:
         return replace(self, node=node, nodes=self.nodes | {node, *explained}, **changes)  # type: ignore[arg-type]
 
 
-def read_combine(rows: fx.Node, order: RowOrder, top_k: int, num_experts: object) -> Combine:
-    """Follow the rows ``[T*k, H]`` of the down GEMM to the block's output.
+def read_combine(
+    rows: fx.Node, order: RowOrder, top_k: int, num_experts: int, width: Size, weights: fx.Node | None = None
+) -> Combine:
+    """Follow the rows ``[T*k, width]`` of the down GEMM to the block's output; ``weights`` may be in them already.
 
     Raises:
         NoMatch: a step that is no part of a combine; ``node`` is where.
     """
-    state = _Rows(rows, order, top_k, num_experts)
+    try:
+        return _follow(_Rows(rows, order, top_k, num_experts, width, weights))
+    except NoMatch:
+        norm = _norm_behind(rows)
+        if norm is None:
+            raise
+    raise NoMatch(
+        "{} normalises what each expert gives before it is weighted; no fused kernel does that", norm.name, node=norm
+    )
+
+
+def _follow(state: _Rows) -> Combine:
+    num_experts = state.num_experts
     while not _is_whole(state):
         reader, shown = only_reader(state.node, "the down projection's rows")
-        if is_call(reader, aten.mul.Tensor):
+        if unmasked(reader, state.order, num_experts) is shown:
+            state = state.after(reader, masked=True)
+        elif is_call(reader, aten.mul.Tensor) and (state.order.perm is not None or _is_one_a_row(reader, shown)):
             state = _weigh(state, reader, shown)
         elif is_call(reader, CAST):
             state = _cast(state, reader)
         elif is_call(reader, aten.index.Tensor, aten.index_select.default):
             state = _restore(state, reader)
-        elif unmasked(reader, state.order, num_experts) is shown:
-            state = state.after(reader, masked=True)
+        elif _writes_rows(reader, shown):
+            state = _put_back(state, reader)
         elif is_call(reader, aten.sum.dim_IntList):
             return _finish(_sum(state, reader, shown), reader)
-        elif is_call(reader, aten.index_put.default, aten.index_add.default):
+        elif is_call(reader, *_SCATTERS):
             return _finish(_scatter(state, reader), reader)
-        elif is_call(reader, aten.bmm.default):
-            return _finish(_contract(state, reader, shown), reader)
+        elif is_call(reader, *_PRODUCTS):
+            return _contract(state)
         else:
             raise NoMatch("{} ({}) is no part of a weighted combine", reader.name, reader.target, node=reader)
     return _finish(state, state.node)
@@ -103,7 +127,9 @@ def _is_whole(state: _Rows) -> bool:
     return len(found) != 1 or not is_call(found[0][0], *_SUMS)
 
 
-_SUMS = (aten.sum.dim_IntList, aten.index_put.default, aten.index_add.default)
+_SCATTERS = (aten.index_put.default, aten.index_add.default, aten.scatter_add.default, aten.scatter_reduce.two)
+_PRODUCTS = (aten.mul.Tensor, aten.bmm.default, aten.mm.default, aten.permute.default, aten.transpose.int)
+_SUMS = (aten.sum.dim_IntList, *_SCATTERS)
 
 
 def _weigh(state: _Rows, reader: fx.Node, shown: fx.Node) -> _Rows:
@@ -113,12 +139,20 @@ def _weigh(state: _Rows, reader: fx.Node, shown: fx.Node) -> _Rows:
     factor = right if left is shown else left
     if not isinstance(factor, fx.Node) or factor is shown:
         raise NoMatch("{} scales rows by {}", reader.name, value(factor), node=reader)
-    if not same_shape(factor, (*shape(shown)[:-1], 1)):
+    if not _is_one_a_row(reader, shown):
         raise NoMatch("{} is not one weight a row", factor.name, node=factor)
-    gathered = source(factor)
-    weights = state.order.per_slot(factor)
-    explained = [gathered] if gathered is not weights else []
-    return state.after(reader, *explained, weights=_checked(weights, factor, state))
+    gathered = last = source(factor)
+    if state.order.perm is not None and is_call(last, CAST):
+        gathered = source(arguments(last)["a"])
+    weights = _checked(state.order.per_slot(gathered), factor, state)
+    explained = [node for node in (gathered, last) if node is not weights]
+    return state.after(reader, *explained, weights=weights, weights_dtype=dtype(last))
+
+
+def _is_one_a_row(product: fx.Node, shown: fx.Node) -> bool:
+    left, right = inputs(product, "self", "other")
+    factor = right if left is shown else left
+    return isinstance(factor, fx.Node) and same_shape(factor, (*shape(shown)[:-1], 1))
 
 
 def _checked(weights: fx.Node, factor: fx.Node, state: _Rows) -> fx.Node:
@@ -160,28 +194,83 @@ def _sum(state: _Rows, reader: fx.Node, shown: fx.Node) -> _Rows:
     return state.after(reader)
 
 
+def _writes_rows(reader: fx.Node, shown: fx.Node) -> bool:
+    """Whether ``reader`` writes all rows to other places, over whatever is there."""
+    if is_call(reader, aten.index_put.default):
+        args = arguments(reader)
+        return args["values"] is shown and not args["accumulate"] and same_shape(args["self"], shape(shown))
+    return is_call(reader, aten.scatter.src) and arguments(reader)["src"] is shown
+
+
+def _put_back(state: _Rows, reader: fx.Node) -> _Rows:
+    args = arguments(reader)
+    if is_call(reader, aten.scatter.src):
+        index = whole_rows(args["index"]) if args["dim"] in (0, -2) else None
+    else:
+        index = args["indices"][0] if len(args["indices"]) == 1 else None
+    placed = same_shape(reader, shape(args["self"])) and same(numel(reader), numel(state.node))
+    if not placed or index is None or state.order.perm is None or source(index) is not state.order.perm:
+        raise NoMatch("{} does not bring rows back to slot order", reader.name, node=reader)
+    return state.after(reader, source(args["self"]), order=RowOrder(state.order.ids))
+
+
 def _scatter(state: _Rows, reader: fx.Node) -> _Rows:
     _weighted(state, reader)
     args = arguments(reader)
     if is_call(reader, aten.index_add.default):
         adds, index = args["dim"] in (0, -2) and args["alpha"] == 1, args["index"]
-    else:
+    elif is_call(reader, aten.index_put.default):
         adds, index = args["accumulate"] and len(args["indices"]) == 1, args["indices"][0]
-    if not adds or not isinstance(index, fx.Node) or not is_zero(source(args["self"])):
-        raise NoMatch("{} does not add rows into zeros", reader.name, node=reader)
+    else:
+        whole = same_shape(args["index"], shape(args["src"])) and same(shape(args["self"])[1], shape(args["src"])[1])
+        adds, index = whole and args["dim"] in (0, -2) and len(shape(reader)) == 2, whole_rows(args["index"])
+        if is_call(reader, aten.scatter_reduce.two):
+            adds = adds and args["reduce"] == "sum" and args["include_self"]
+    if not adds or not isinstance(index, fx.Node):
+        raise NoMatch("{} does not add rows", reader.name, node=reader)
+    if not is_zero(source(args["self"])):
+        raise NoMatch(
+            "{} adds rows to {}, not to zeros; write what they are added to as an addition of its own",
+            reader.name,
+            args["self"].name,
+            node=reader,
+        )
     if not state.order.holds_tokens(index, state.top_k):
         raise NoMatch("{} does not add each row to its token", reader.name, node=reader)
     return state.after(reader)
 
 
-def _contract(state: _Rows, reader: fx.Node, shown: fx.Node) -> _Rows:
-    """``bmm(weights [T, 1, k], rows [T, k, H])``."""
-    left, right = inputs(reader, "self", "mat2")
-    if state.weights is not None or state.order.perm is not None or right is not shown:
-        raise NoMatch("{} is no weighted sum over slots", reader.name, node=reader)
-    if not same_shape(left, (shape(shown)[0], 1, state.top_k)) or not same(shape(shown)[1], state.top_k):
-        raise NoMatch("{} does not weigh the {} slots of each token", reader.name, state.top_k, node=reader)
-    return state.after(reader, weights=_checked(source(left), left, state))
+def _contract(state: _Rows) -> Combine:
+    """A product with the weights, however it is spelled, of rows in slot order."""
+    if state.weights is not None or state.order.perm is not None:
+        raise NoMatch("{} is no weighted sum over slots", state.node.name, node=state.node)
+    ids = shape(state.order.ids)
+    if len(ids) < 2:
+        raise NoMatch("expert ids {} are not [T, k]", state.order.ids.name, node=state.node)
+    tokens, out = axis_over("T", ids[:-1]), Axis("O", state.width)
+    layout = regrouped(state.node, axes(((tokens, Axis("k", state.top_k), out),)), shape(state.node))
+    way = Way(state.node, layout, Branches(state.order.ids, state.num_experts), nodes=state.nodes)
+    found = combine_branches(way, tokens, out)
+    assert isinstance(found.routing.weights, fx.Node), "weights a slot are in the graph"
+    return Combine(found.output, found.routing.weights, found.routing.dtype, found.nodes, state.masked)
+
+
+def _norm_behind(rows: fx.Node) -> fx.Node | None:
+    """Where rows are normalised by themselves, soon after they are computed."""
+    pending, seen = [(rows, 0)], {rows}
+    while pending:
+        node, steps = pending.pop()
+        if is_call(node, aten.rsqrt.default):
+            return node
+        if steps < _NORM_STEPS and (node is rows or is_call(node, CAST, *_NORM)):
+            found = [user for user in node.users if user not in seen]
+            seen.update(found)
+            pending += [(user, steps + 1) for user in found]
+    return None
+
+
+_NORM = (aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.mean.dim, aten.sum.dim_IntList, aten.div.Tensor, aten.add.Tensor)
+_NORM_STEPS = 6
 
 
 def _finish(state: _Rows, total: fx.Node) -> Combine:
@@ -191,7 +280,4 @@ def _finish(state: _Rows, total: fx.Node) -> Combine:
     found = readers(total)
     if len(found) == 1 and is_call(found[0][0], CAST) and dtype(found[0][0]) in NARROW:
         output = found[0][0]
-    return Combine(output, weights, state.nodes | {output}, state.masked)
-
-
-NARROW = (torch.bfloat16, torch.float16)
+    return Combine(output, weights, state.weights_dtype or dtype(weights), state.nodes | {output}, state.masked)

@@ -16,14 +16,14 @@ from torch import fx
 
 from ..matching import NoMatch, PackedWeight
 from ..spec import Operand
-from .axes import Axis, Dimension, Layout, Size, along, axes, laid_out, regrouped, trail, unified
+from .axes import Axis, Dimension, Layout, along, axes, axis_over, laid_out, regrouped, trail, unified
 from .block import Block, Candidate, Feed
 from .branch_combine import Branches, Way, combine_branches, weigh
 from .branches import Biased, BranchGemm, columns_of, holds_only, onward, read_branch_gemm, read_ids, with_bias
 from .column_major import identify_in_columns
 from .dequantize import identify
 from .gemm import behind
-from .graph_tools import CAST, arguments, aten, dtype, inputs, is_call, same, shape, stage
+from .graph_tools import aten, dtype, inputs, is_call, same, shape, stage, unwidened
 from .near_misses import Misses
 from .probing import cone
 from .signature import Memo
@@ -159,12 +159,10 @@ def _top_k(ids: fx.Node) -> int:
 
 
 def _axes(hidden: fx.Node, branches: Branches, rows: int, w2: PackedWeight) -> _Axes:
-    tokens: Size = 1
-    for size in shape(hidden)[:-1]:
-        tokens = tokens * size
+    tokens = axis_over("T", shape(hidden)[:-1])
     experts, out, inner = w2.shape
     branch = Axis("E", experts) if branches.ids is None else Axis("k", _top_k(branches.ids))
-    return _Axes(Axis("T", tokens), branch, Axis("H", out), Axis("N", rows), Axis("I", inner), Axis("O", out))
+    return _Axes(tokens, branch, Axis("H", out), Axis("N", rows), Axis("I", inner), Axis("O", out))
 
 
 def _packed(gemms: Sequence[BranchGemm], memo: Memo) -> tuple[PackedWeight, bool]:
@@ -196,9 +194,7 @@ def _read_input(rows: fx.Node, width: int, branches: Branches, *, weighted: bool
     if sum(columns) != 1:
         raise NoMatch("{} is no product of hidden states and weights", product.name, node=product)
     states, factor = (left, right) if columns[0] else (right, left)
-    if is_call(states, CAST) and dtype(states).itemsize > dtype(arguments(states)["a"]).itemsize:
-        states = arguments(states)["a"]  # widened for the product alone
-    given = _hidden(states, width, branches)
+    given = _hidden(unwidened(states), width, branches)
     if not isinstance(factor, fx.Node) or dtype(given.node) is not dtype(rows):
         raise NoMatch("{} changes the dtype of {}", rows.name, given.node.name, node=rows)
     way = weigh(given, factor)

@@ -37,6 +37,7 @@ _VIEWS = frozenset(
 _PERMUTES = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
 _SHOWING = (*_VIEWS, *_PERMUTES, aten.expand.default, aten.select.int)
 CAST = prims.convert_element_type.default
+NARROW = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
@@ -156,6 +157,16 @@ def source(node: object) -> fx.Node:
     return node
 
 
+def unwidened(node: fx.Node) -> fx.Node:
+    """``node`` behind a cast to a wider float, which changes no value."""
+    shown = source(node)
+    if is_call(shown, CAST):
+        base: fx.Node = arguments(shown)["a"]
+        if dtype(base).is_floating_point and dtype(base).itemsize < dtype(shown).itemsize:
+            return base
+    return node
+
+
 def permutation(node: fx.Node) -> list[int]:
     """The axes of the input that a permute, transpose or t shows, in order."""
     rank = len(shape(node))
@@ -176,7 +187,10 @@ def swaps_last_two(node: fx.Node) -> bool:
 
 
 def readers(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Who reads ``node`` through views: pairs of the reader and the view of ``node`` that it reads."""
+    """Who reads ``node`` through views: pairs of the reader and the view of ``node`` that it reads.
+
+    Sizes and assertions on metadata read no values; whether they may go is for the audit of the region to say.
+    """
     found: list[tuple[fx.Node, fx.Node]] = []
     pending = [node]
     while pending:
@@ -184,7 +198,7 @@ def readers(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         for user in shown.users:
             if viewed(user) is shown:
                 pending.append(user)
-            else:
+            elif not is_size(user) and not is_call(user, aten._assert_tensor_metadata.default):
                 found.append((user, shown))
     return found
 
@@ -209,11 +223,26 @@ def row_gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         index = indices[0] if len(indices) == 1 else None
     elif is_call(node, aten.index_select.default) and arguments(node)["dim"] == 0:
         base, index = inputs(node, "self", "index")
+    elif is_call(node, aten.gather.default) and arguments(node)["dim"] in (0, -len(shape(node))):  # type: ignore[arg-type]
+        base, index = inputs(node, "self", "index")  # type: ignore[arg-type]
+        if len(shape(base)) > 1:
+            index = whole_rows(index) if all(map(same, shape(base)[1:], shape(index)[1:])) else None
     else:
         return None
     if not isinstance(base, fx.Node) or not isinstance(index, fx.Node):
         return None
     return (base, index) if dtype(index) in (torch.int64, torch.int32) else None
+
+
+def whole_rows(index: fx.Node) -> fx.Node | None:
+    """The indices ``[R]`` that ``index``, ``[R, N]``, repeats along its rows, or None."""
+    column = index
+    while is_call(column, aten.clone.default):
+        column = arguments(column)["self"]
+    if not is_call(column, aten.expand.default, aten.repeat.default):
+        return None
+    rows: fx.Node = arguments(column)["self"]
+    return rows if same_shape(rows, (shape(index)[0], *[1] * (len(shape(index)) - 1))) else None
 
 
 def is_iota(node: fx.Node, length: int | torch.SymInt) -> bool:

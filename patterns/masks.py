@@ -6,10 +6,11 @@ their rows, which it leaves unwritten; a mask made from the ids then keeps them 
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from ..matching import NoMatch
-from .graph_tools import aten, dtype, inputs, is_call, is_zero, numel, same, same_shape, shape, source
+from .graph_tools import CAST, aten, dtype, inputs, is_call, is_zero, numel, same, same_shape, shape, source
 from .rows import RowOrder
 
 
@@ -23,7 +24,9 @@ def unmasked(node: fx.Node, order: RowOrder, num_experts: object) -> fx.Node | N
     if choice is None:
         return None
     mask, if_true, if_false = choice
-    compared = source(mask)
+    compared = _truth(mask) or source(mask)
+    while is_call(compared, aten.logical_not.default, aten.bitwise_not.default):
+        compared, if_true, if_false = source(inputs(compared, "self")[0]), if_false, if_true
     if is_call(compared, aten.ge.Scalar, aten.gt.Scalar):
         fill, kept = if_true, if_false
     elif is_call(compared, aten.lt.Scalar, aten.le.Scalar):
@@ -52,6 +55,21 @@ def _choice(node: fx.Node) -> tuple[fx.Node, object, object] | None:
         mask, if_true, if_false = inputs(node, "condition", "self", "other")
     elif is_call(node, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         mask, if_true, if_false = inputs(node, "mask", "value", "self")
+    elif is_call(node, aten.mul.Tensor):  # by 0 and 1
+        product = inputs(node, "self", "other")
+        mask = next((side for side in product if _truth(side) is not None), None)
+        if_true, if_false = next((side for side in product if side is not mask), None), 0
+        if mask is None:
+            return None
     else:
         return None
     return mask, if_true, if_false
+
+
+def _truth(node: object) -> fx.Node | None:
+    """The truth values that ``node`` holds as numbers 0 and 1."""
+    node = source(node) if isinstance(node, fx.Node) else node
+    if not is_call(node, CAST):
+        return None
+    base: fx.Node = inputs(node, "a")[0]  # type: ignore[arg-type]
+    return source(base) if dtype(base) is torch.bool else None

@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import fx
 
-from ..matching import NoMatch, PackedWeight
+from ..matching import Assembled, NoMatch, PackedWeight, Source
 from ..spec import Operand
 from .activation import identify_activation
 from .batched_mm import NAME as BATCHED_MM
 from .batched_mm import read_batched_mm
 from .block import Block, Candidate, Feed
-from .combine import read_combine
+from .combine import Combine, read_combine
 from .dequantize import identify
 from .gemm import ExpertGemm, Projection, behind, read_projection
-from .graph_tools import aten, dtype, is_call, numel, same, shape, source, stage
+from .graph_tools import CAST, aten, dtype, inputs, is_call, numel, same, same_shape, shape, source, stage, unwidened
 from .grouped_mm import NAME as GROUPED_MM
 from .grouped_mm import operands as grouped_operands
 from .grouped_mm import read_grouped_mm
 from .masks import unmasked
 from .near_misses import Misses
 from .probing import cone
-from .rows import unbounded
+from .rows import RowOrder, is_choice, unbounded
+from .scores import in_dtype
 from .signature import Memo
 from .weights import join_halves, join_sources
 
 
 def candidates(gemms: Sequence[fx.Node], misses: Misses) -> Iterator[Candidate]:
-    """Every down GEMM with the GEMMs of rows that it reads from."""
+    """Every down GEMM with the GEMMs of rows that it reads from, first with weights on what comes out."""
     read = _read_gemms(gemms, misses)
     for down in read.values():
         ups = [read[node] for node in behind(down.node, down.rows, read)]
         if ups:
             nodes = tuple(gemm.node for gemm in (*ups, down))
-            yield Candidate(down.form, nodes, partial(read_routed_rows, ups, down))
+            for on_input in (False, True):
+                yield Candidate(down.form, nodes, partial(read_routed_rows, ups, down, weight_on_input=on_input))
 
 
 def _read_gemms(nodes: Sequence[fx.Node], misses: Misses) -> dict[fx.Node, ExpertGemm]:
@@ -56,7 +59,7 @@ def _read_gemms(nodes: Sequence[fx.Node], misses: Misses) -> dict[fx.Node, Exper
     return gemms
 
 
-def read_routed_rows(ups: Sequence[ExpertGemm], down: ExpertGemm, memo: Memo) -> Block:
+def read_routed_rows(ups: Sequence[ExpertGemm], down: ExpertGemm, memo: Memo, *, weight_on_input: bool) -> Block:
     """Read the block whose first GEMMs are ``ups``, one for gate and up or one for each, and whose last is ``down``.
 
     Raises:
@@ -73,7 +76,8 @@ def read_routed_rows(ups: Sequence[ExpertGemm], down: ExpertGemm, memo: Memo) ->
         ids, experts = first.order.ids, first.sizes[0]
         top_k = _top_k(ids, experts)
     with stage(0.4):
-        hidden, gathered, masked = _gathered(ups, top_k)
+        given = _gathered(ups, top_k, weighted=weight_on_input)
+        hidden = given.hidden
         projections, last = [read_projection(up) for up in ups], read_projection(down)
     with stage(0.5):
         w13 = join_halves([_packed(up, memo) for up in ups])
@@ -84,13 +88,14 @@ def read_routed_rows(ups: Sequence[ExpertGemm], down: ExpertGemm, memo: Memo) ->
         activation = identify_activation(result, tuple(p.out for p in projections), w2.shape[2], memo)
         between = cone([down.rows], [*(p.out for p in projections), *activation.scalars.values()])
     with stage(0.7):
-        combine = read_combine(last.out, down.order, top_k, experts)
-    steps = [gathered, between, combine.nodes, *(p.nodes for p in (*projections, last))]
+        combine = read_combine(last.out, down.order, top_k, w2.shape[0], w2.shape[1], given.weights)
+    steps = [given.nodes, between, combine.nodes, *(p.nodes for p in (*projections, last))]
     return Block(
         form=first.form,
         hidden=hidden,
         ids=ids,
-        weights=combine.weights,
+        weights=_as_multiplied(combine),
+        weights_dtype=combine.weights_dtype,
         top_k=top_k,
         w13=w13,
         w2=w2,
@@ -109,8 +114,17 @@ def read_routed_rows(ups: Sequence[ExpertGemm], down: ExpertGemm, memo: Memo) ->
             **{node: Feed(operand) for operand, node in activation.scalars.items()},
         },
         explained=frozenset().union(*steps),
-        masked=masked or last.masked or combine.masked or any(p.masked for p in projections),
+        weight_on_input=weight_on_input,
+        masked=not is_choice(ids, experts)
+        and (given.masked or last.masked or combine.masked or any(p.masked for p in projections)),
     )
+
+
+def _as_multiplied(combine: Combine) -> Source:
+    """The routing weights as a fused op takes them: in the dtype in which they multiply."""
+    if dtype(combine.weights) is combine.weights_dtype:
+        return combine.weights
+    return Assembled(partial(in_dtype, dtype=combine.weights_dtype), (combine.weights,))
 
 
 def _top_k(ids: fx.Node, num_experts: object) -> int:
@@ -120,18 +134,50 @@ def _top_k(ids: fx.Node, num_experts: object) -> int:
     return sizes[-1]
 
 
-def _gathered(ups: Sequence[ExpertGemm], top_k: int) -> tuple[fx.Node, list[fx.Node], bool]:
-    """The hidden states that the first GEMMs gather, the steps of that, and whether rows of no expert are zeroed."""
-    found: list[fx.Node] = []
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What the first GEMMs read: hidden states ``[T, H]``, the weights in them, and the steps to the rows."""
+
+    hidden: fx.Node
+    weights: fx.Node | None
+    nodes: list[fx.Node]
+    masked: bool
+
+
+def _gathered(ups: Sequence[ExpertGemm], top_k: int, *, weighted: bool) -> _Given:
+    found: list[tuple[fx.Node, fx.Node | None]] = []
     masked = False
     for up in ups:
         rows = unmasked(source(up.rows), up.order, up.sizes[0])
         masked |= rows is not None
-        found.append(up.order.per_token(rows or up.rows, top_k))
-    if any(source(node) is not source(found[0]) for node in found):
+        states, weights = _unweighted(rows or up.rows, up.order) if weighted else (rows or up.rows, None)
+        hidden = up.order.per_token(states, top_k)
+        if weighted and dtype(hidden) is not dtype(up.rows):
+            raise NoMatch("{} changes the dtype of {}", up.rows.name, hidden.name, node=up.rows)
+        found.append((hidden, weights))
+    hidden, weights = found[0]
+    if any(source(other) is not source(hidden) or others is not weights for other, others in found):
         raise NoMatch("{} and {} read rows of other tokens", ups[0].node.name, ups[-1].node.name, node=ups[-1].node)
-    steps = cone([up.rows for up in ups], [*found, *(node for up in ups for node in up.order.nodes)])
-    return found[0], steps, masked
+    stops = [hidden, *(node for up in ups for node in up.order.nodes), *([] if weights is None else [weights])]
+    return _Given(hidden, weights, cone([up.rows for up in ups], stops), masked)
+
+
+def _unweighted(rows: fx.Node, order: RowOrder) -> tuple[fx.Node, fx.Node]:
+    """Gathered hidden states and the routing weights that they are multiplied with."""
+    product = source(rows)
+    if is_call(product, CAST):
+        product = source(inputs(product, "a")[0])
+    if not is_call(product, aten.mul.Tensor):
+        raise NoMatch("{} are no hidden states times routing weights", rows.name, node=rows)
+    left, right = inputs(product, "self", "other")
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        raise NoMatch("{} scales rows by a constant", product.name, node=product)
+    states, factor = (right, left) if same(numel(left), numel(order.ids)) else (left, right)
+    weights = order.per_slot(source(factor))
+    one_a_row = same_shape(factor, (*shape(states)[:-1], 1)) and same(numel(weights), numel(order.ids))
+    if not one_a_row or not dtype(weights).is_floating_point:
+        raise NoMatch("{} is not one weight a row", factor.name, node=product)
+    return unwidened(states), weights
 
 
 def _packed(gemm: ExpertGemm, memo: Memo) -> PackedWeight:

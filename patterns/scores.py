@@ -76,7 +76,7 @@ def read_scores(node: fx.Node, num_experts: int, read_as: torch.dtype) -> Scores
         feeds = {ids: Feed(Operand.TOPK_IDS), weights: Feed(Operand.TOPK_WEIGHTS)}
         read: Source = weights
         if dtype(weights) is not read_as:
-            read = Assembled(partial(_in_dtype, dtype=read_as), (weights,))
+            read = Assembled(partial(in_dtype, dtype=read_as), (weights,))
         return Scores(layout, ids, read, feeds, frozenset(cone([node], feeds)))
     chosen = _differs_at(node, num_experts, 0.0)
     if chosen is None or not same_shape(chosen, (*shape(node)[:-1], shape(chosen)[-1])):
@@ -96,7 +96,7 @@ def _at_the_chosen(matrix: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) 
     return matrix.gather(-1, ids).to(dtype)
 
 
-def _in_dtype(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def in_dtype(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The routing weights ``[T, k]`` as they multiply."""
     return weights.to(dtype)
 

@@ -113,7 +113,67 @@ def gathered_and_contracted(self: UserMoE, x: Tensor, ids: Tensor, weights: Tens
     return torch.bmm(weights[:, None], out.reshape(-1, self.top_k, H))[:, 0]
 
 
+def _sorted_rows(self: UserMoE, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The permutation, the token of each row, and where each expert's rows end."""
+    perm = ids.flatten().argsort(stable=True)
+    return perm, perm // self.top_k, counts_by_histc(ids.flatten()).cumsum(0).to(torch.int32)
+
+
+def _grouped(self: UserMoE, rows: Tensor, offs: Tensor) -> Tensor:
+    return F.grouped_mm(swiglu(F.grouped_mm(rows, self.weight("w13").mT, offs=offs)), self.weight("w2").mT, offs=offs)
+
+
+def weighted_before(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    perm, token, offs = _sorted_rows(self, x, ids)
+    rows = (x[token].float() * weights.flatten()[perm].reshape(-1, 1)).to(x.dtype)
+    index = token[:, None].expand(-1, H)
+    return torch.zeros_like(x).scatter_add(0, index, _grouped(self, rows, offs))
+
+
+def weighted_before_and_put_back(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    perm, token, offs = _sorted_rows(self, x, ids)
+    out = _grouped(self, x[token] * weights.flatten()[perm][:, None], offs)
+    back = torch.empty_like(out)
+    back[perm] = out
+    return back.view(-1, self.top_k, H).sum(1)
+
+
+def gathered_along_rows(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Weights are widened after they are gathered: they multiply in float32."""
+    perm, token, offs = _sorted_rows(self, x, ids)
+    index = token.reshape(-1, 1).expand(-1, H)
+    out = _grouped(self, x.gather(0, index), offs).float() * weights.flatten()[perm].reshape(-1, 1).float()
+    return torch.zeros_like(x).scatter_add(0, index, out.to(x.dtype))
+
+
+def reduced(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    perm, token, offs = _sorted_rows(self, x, ids)
+    out = _grouped(self, x[token], offs) * weights.flatten().gather(0, perm)[:, None]
+    return torch.zeros_like(x).scatter_reduce(0, token[:, None].expand(-1, H), out, "sum")
+
+
+def put_back_and_contracted(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    perm, token, offs = _sorted_rows(self, x, ids)
+    out = _grouped(self, x[token], offs)
+    back = torch.empty_like(out)
+    back[perm] = out
+    return torch.einsum("tkh,tk->th", back.view(-1, self.top_k, H), weights)
+
+
+def masked_by_a_factor(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    perm, token, offs = _sorted_rows(self, x, ids)
+    served = (~(ids.flatten()[perm] >= E)).to(x.dtype)
+    out = _grouped(self, x[token], offs) * served[:, None] * weights.flatten()[perm][:, None]
+    return torch.zeros_like(x).index_add(0, token, out)
+
+
 FORMS: dict[str, tuple[str, Experts]] = {
+    "weighted before": ("grouped_mm", weighted_before),
+    "weighted before and put back": ("grouped_mm", weighted_before_and_put_back),
+    "gathered along rows": ("grouped_mm", gathered_along_rows),
+    "reduced": ("grouped_mm", reduced),
+    "put back and contracted": ("grouped_mm", put_back_and_contracted),
+    "masked by a factor": ("grouped_mm", masked_by_a_factor),
     "index_add": ("grouped_mm", sorted_experts(counts_by_histc, scatter_add_rows, count_sorted=True)),
     "index_put": ("grouped_mm", sorted_experts(counts_by_one_hot, put_rows, count_sorted=False)),
     "argsort of the permutation": ("grouped_mm", unsorted_by_argsort),
@@ -137,17 +197,74 @@ def test_own_spellings_match(name: str, top_k: int, dynamic: bool) -> None:
     assert match.spec.w13_order is GateUpOrder.GATE_UP
     assert match.spec.num_tokens.static != dynamic
     assert match.where.file.endswith("test_moe_forms.py")
+    assert match.spec.weight_on_input == name.startswith("weighted before")
     assert error_of(gm, match) < TOLERANCE
 
 
-def dense(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    scores = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, weights)
+def normalised(rows: Tensor) -> Tensor:
+    return (rows.float() * torch.rsqrt(rows.float().square().mean(-1, keepdim=True) + 1e-6)).to(rows.dtype)
+
+
+def normalised_experts(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    perm, token, offs = _sorted_rows(self, x, ids)
+    out = normalised(_grouped(self, x[token], offs))
+    return torch.zeros_like(x).index_add(0, token, out * weights.flatten()[perm][:, None])
+
+
+def added_to_a_residual(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    perm, token, offs = _sorted_rows(self, x, ids)
+    return x.index_add(0, token, _grouped(self, x[token], offs) * weights.flatten()[perm][:, None])
+
+
+def scaled_tokens(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """One factor a token, before the experts, is no routing weight: only for one slot do they look alike."""
+    _, token, offs = _sorted_rows(self, x, ids)
+    rows = x[token] * weights.sum(-1)[token][:, None]
+    return torch.zeros_like(x).index_add(0, token, _grouped(self, rows, offs))
+
+
+def weighted_twice(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    perm, token, offs = _sorted_rows(self, x, ids)
+    factor = weights.flatten()[perm][:, None]
+    return torch.zeros_like(x).index_add(0, token, _grouped(self, x[token] * factor, offs) * factor)
+
+
+def other_slots_weights(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    _, token, offs = _sorted_rows(self, x, ids)
+    return torch.zeros_like(x).index_add(0, token, _grouped(self, x[token] * weights.flatten()[:, None], offs))
+
+
+def reduced_by_the_largest(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    perm, token, offs = _sorted_rows(self, x, ids)
+    out = _grouped(self, x[token], offs) * weights.flatten()[perm][:, None]
+    return torch.zeros_like(x).scatter_reduce(0, token[:, None].expand(-1, H), out, "amax")
+
+
+@pytest.mark.parametrize(
+    ("experts", "reason"),
+    [
+        (normalised_experts, "normalises what each expert gives"),
+        (added_to_a_residual, "as an addition of its own"),
+        (scaled_tokens, ""),
+        (weighted_twice, ""),
+        (other_slots_weights, ""),
+        (reduced_by_the_largest, ""),
+    ],
+)
+def test_what_is_no_mixture_is_refused(experts: Experts, reason: str) -> None:
+    found = find_matches(capture(UserMoE(experts, 3), torch.randn(2, 9, H).bfloat16()).graph)
+    assert found.matches == ()
+    assert all(reason in miss.reason for miss in found.near_misses)
+
+
+def mixed(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    scores = torch.softmax(self.gate(x), dim=-1)
     up = torch.einsum("th,enh->etn", x, self.weight("w13"))
     return torch.einsum("etn,ehn,te->th", swiglu(up), self.weight("w2"), scores)
 
 
-def test_what_every_expert_computes_is_a_near_miss() -> None:
-    gm = capture(UserMoE(dense), torch.randn(2, 9, H).bfloat16())
+def test_a_mixture_of_all_experts_is_a_near_miss() -> None:
+    gm = capture(UserMoE(mixed), torch.randn(2, 9, H).bfloat16())
     found = find_matches(gm.graph)
     assert found.matches == ()
     assert {miss.packed_bytes for miss in found.near_misses} == {E * 2 * INNER * H // 2, E * H * INNER // 2}
