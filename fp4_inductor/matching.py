@@ -48,8 +48,8 @@ class Assembled:
     """An operand that the graph holds in parts, or in another layout than kernels read.
 
     ``function(*parts)`` is its canonical form (see ``Operand``): plain torch, traceable by ``make_fx``, and equal
-    to another exactly where it computes the same, so that equal layers are one: a function of a module, or a
-    ``functools.partial`` of one.
+    to another only where it computes the same, so that equal operands are one: a function of a module, or a frozen
+    dataclass that can be called.
     """
 
     function: Callable[..., torch.Tensor]

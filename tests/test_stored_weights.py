@@ -184,7 +184,8 @@ def fused_calls(graph: fx.Graph) -> list[fx.Node]:
 @pytest.mark.parametrize("name", list(STORAGES))
 def test_stored_weights_are_laid_out_once(name: str, compiled_graphs: list[fx.GraphModule]) -> None:
     model, x = StoredMoE(STORAGES[name]), torch.randn(9, H).bfloat16()
-    compiled = torch.compile(model, backend="fp4moe", fullgraph=True, options={"fp4moe.expect_matches": 1})
+    options = {"fp4moe.expect_matches": 1, "fp4moe.strict": True}
+    compiled = torch.compile(model, backend="fp4moe", fullgraph=True, options=options)
     with torch.no_grad():
         assert_close_per_token(compiled(x), model.reference(x), torch.bfloat16)
         (graph,) = compiled_graphs

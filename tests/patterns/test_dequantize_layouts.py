@@ -59,10 +59,6 @@ def high_nibble_first(codes: Tensor, scale: Tensor) -> Tensor:
     return blockwise(torch.tensor(LUT).bfloat16()[nibbles.int()].flatten(-2), exp2_scale(scale).to(torch.bfloat16))
 
 
-def rolled_blocks(codes: Tensor, scale: Tensor) -> Tensor:
-    return mx_exp2(codes, scale.roll(1, -1))
-
-
 def flipped_experts(codes: Tensor, scale: Tensor) -> Tensor:
     return mx_exp2(codes, scale.flip(0))
 
@@ -75,9 +71,7 @@ def flat_rows(codes: Tensor, scale: Tensor) -> Tensor:
     return mx_bits(codes.reshape(-1, K // 2), scale.reshape(E * N, -1)).reshape(E, N, K)
 
 
-@pytest.mark.parametrize(
-    "fn", [high_nibble_first, rolled_blocks, flipped_experts, reshaped_scales, flat_rows], ids=name_of
-)
+@pytest.mark.parametrize("fn", [high_nibble_first, flipped_experts, reshaped_scales, flat_rows], ids=name_of)
 def test_moved_bytes(fn: Decode) -> None:
     packed = check(fn, roots("mx"))
     assert (packed.format, packed.shape) == (MXFP4, (E, N, K))
@@ -286,15 +280,15 @@ def test_table_with_a_global_scale() -> None:
     assert check(fn, [*roots("nv"), torch.rand(E) + 0.5, TABLE]).format == NVFP4
 
 
-def sorted_table(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+def summed_table(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
     return by_code(codes, scale, table) * table.sum()
 
 
-def clamped_values(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+def shifted_values(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
     return by_code(codes, scale, table + codes[0, 0, 0].float() / 512)
 
 
-@pytest.mark.parametrize("fn", [sorted_table, clamped_values], ids=name_of)
+@pytest.mark.parametrize("fn", [summed_table, shifted_values], ids=name_of)
 def test_tables_that_are_more_than_looked_up_are_refused(fn: Decode) -> None:
     with pytest.raises(NoMatch):
         pattern.identify(traced(fn, [*roots("mx"), TABLE]))
