@@ -1,16 +1,18 @@
 """A tiny whole model of every family in transformers whose experts stand under ``use_experts_implementation``.
 
-Each is a text model with at least one layer of routed experts and random weights. Vision and audio towers of
-multimodal families hold no routed experts that the text model lacks, so the text model stands for the family.
+Each is a text model with at least one layer of routed experts and random weights. Vision and audio towers are left
+out: where one of them routes too, its experts are of the text model's class.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import importlib.util
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from models import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, VOCAB, randomize_biases
 from torch import nn
 
 from fp4_inductor.modules import transposed_experts
+
+DECORATOR = "@use_experts_implementation"
 
 _COMMON: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -86,8 +90,8 @@ class Family:
 
     model: str
     config: dict[str, Any] = field(default_factory=dict)
-    home: str = ""
-    """The part of the family's name below ``transformers.models`` where it differs from the family's."""
+    runs_since: tuple[int, int] = (5, 0)
+    """The first release of transformers that is known to run it in bfloat16."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -103,7 +107,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family("DeepseekV3ForCausalLM", _ALL_HEADS),
     "deepseek_v32": Family("DeepseekV32ForCausalLM", _ALL_HEADS),
     "deepseek_v4": Family(
-        "DeepseekV4ForCausalLM", {"num_hidden_layers": 2, "mlp_layer_types": ["hash_moe", "moe"], "q_lora_rank": 32}
+        "DeepseekV4ForCausalLM", {"num_hidden_layers": 2, "mlp_layer_types": ["hash_moe", "moe"]}, runs_since=(5, 23)
     ),
     "diffusion_gemma": Family("DiffusionGemmaEncoderTextModel"),
     "dots1": Family("Dots1ForCausalLM"),
@@ -177,12 +181,19 @@ def modeling_module(family: str) -> str:
     return f"transformers.models.{family}.modeling_{family}"
 
 
-def exists(family: str) -> bool:
-    """Whether the installed transformers has this family."""
+def missing(family: str) -> str:
+    """Why the installed transformers cannot run this family; empty if it can."""
+    version = importlib.metadata.version("transformers")
     try:
-        return importlib.util.find_spec(modeling_module(family)) is not None
+        found = importlib.util.find_spec(modeling_module(family))
     except ModuleNotFoundError:
-        return False
+        found = None
+    if found is None or found.origin is None:
+        return f"transformers {version} has no {family}"
+    if DECORATOR not in Path(found.origin).read_text():
+        return f"transformers {version} computes the experts of {family} in one way only"
+    runs = tuple(map(int, version.split(".")[:2])) >= FAMILIES[family].runs_since
+    return "" if runs else f"transformers {version} does not run {family} in bfloat16"
 
 
 @torch.no_grad()

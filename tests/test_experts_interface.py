@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from capture import capture
-from family_models import build, exists
+from family_models import build, missing
 from models import EXPERTS, HIDDEN, MoEStack, hidden_states, pack_experts, tiny_model, token_ids
 from moe_graphs import error_of
 from torch import nn
@@ -31,8 +31,8 @@ def per_token(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def family_model(family: str) -> nn.Module:
-    if not exists(family):
-        pytest.skip(f"the installed transformers has no {family}")
+    if reason := missing(family):
+        pytest.skip(reason)
     assert register()
     return build(family)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import FAMILIES, exists
+from family_models import DECORATOR, FAMILIES, missing
 from family_runs import FORMS, run_family
 from family_table import Outcome, is_worse, outcomes, read, render, version
 from tolerances import assert_close_per_token
@@ -21,8 +21,8 @@ SAME_RELEASE = transformers.__version__ == version()
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_is_recognised_and_lowered_to_the_right_numbers(family: str, form: str) -> None:
-    if not exists(family):
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    if reason := missing(family):
+        pytest.skip(reason)
     run = run_family(family, form)
     assert run.num_graphs == 1
     for block in run.blocks:
@@ -41,9 +41,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def test_every_family_of_this_release_is_in_the_table() -> None:
     root = Path(transformers.__file__).parent / "models"
-    uses = {
-        path.parent.name for path in root.glob("*/modeling_*.py") if "@use_experts_implementation" in path.read_text()
-    }
+    uses = {path.parent.name for path in root.glob("*/modeling_*.py") if DECORATOR in path.read_text()}
     assert uses <= set(FAMILIES)
     assert {family for family, _ in TABLE} == set(FAMILIES)
 
