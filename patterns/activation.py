@@ -200,9 +200,13 @@ def _fixed(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[float]]:
     """The values of the nodes that depend on constants alone."""
     fixed: dict[fx.Node, list[float]] = {}
     for node in nodes:
-        if all(source in fixed for source in node.all_input_nodes) and (numbers(node) or node.all_input_nodes):
-            few = prod(shape_hint(node) or ()) <= _MAX_CONSTANTS
-            fixed[node] = evaluate([node], {})[0].flatten().tolist() if few else numbers(node)
+        shape = shape_hint(node)
+        if shape is None or not all(source in fixed for source in node.all_input_nodes):
+            continue
+        if node.all_input_nodes and prod(shape) <= _MAX_CONSTANTS:
+            fixed[node] = evaluate([node], {})[0].flatten().tolist()
+        elif mentioned := numbers(node):
+            fixed[node] = mentioned
     return fixed
 
 
