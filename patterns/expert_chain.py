@@ -211,6 +211,10 @@ def _joint(reader: fx.Node, shown: fx.Node) -> Joint:
     if is_call(reader, aten.index_add.default) and args["source"] is shown and args["alpha"] == 1:
         if args["dim"] in (0, -2):
             return Joint(reader, args["self"], (args["index"],), True, frozenset({reader}))
+    elif is_call(reader, aten.scatter_add.default) and args["src"] is shown and args["dim"] in (0, -2):
+        index = args["index"]
+        if is_call(index, aten.expand.default) and same_shape(arguments(index)["self"], (shape(shown)[0], 1)):
+            return Joint(reader, args["self"], (source(arguments(index)["self"]),), True, frozenset({reader, index}))
     elif is_call(reader, aten.index_put.default) and args["values"] is shown and args["accumulate"]:
         return Joint(reader, args["self"], tuple(args["indices"]), True, frozenset({reader}))
     elif is_call(reader, aten.cat.default) and list(args["tensors"]).count(shown) == 1:

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..matching import NoMatch
 
-Axis = Literal["batch", "tokens", "slots", "experts", "rows", "columns", "one"]
+Axis = Literal["batch", "tokens", "slots", "places", "experts", "rows", "columns", "one"]
 Kind = Literal["ids", "experts", "match", "takes", "index", "weights", "picked", "score"]
 
 
@@ -23,7 +23,8 @@ class Value:
     - "weights": routing weights; "picked": them where "match", else 0; "score": the sum of "picked" over the slots.
 
     Attributes:
-        axes: what each axis counts; "rows" are the places where ``rows`` is true, "one" has one place.
+        axes: what each axis counts; "places" are the slots of all tokens, token by token, "rows" those where ``rows``
+            is true, "one" has one index.
         expert: the expert that ids are compared with; None where an axis counts experts.
         negated: a truth value that holds everywhere else.
         distinct: so only if the ids of a token differ.

@@ -16,7 +16,20 @@ import torch
 from torch import fx
 
 from ..matching import NoMatch
-from .graph_tools import CAST, arguments, aten, dtype, inputs, is_call, is_zero, permutation, prims, same, shape
+from .graph_tools import (
+    CAST,
+    arguments,
+    aten,
+    dtype,
+    inputs,
+    is_call,
+    is_floor_division,
+    is_zero,
+    permutation,
+    prims,
+    same,
+    shape,
+)
 from .graph_tools import is_iota as _counts_up
 from .picked import Axis, Kind, Value, overlaid, product, same_rows, without
 
@@ -119,6 +132,8 @@ def _view(picks: Picks, node: fx.Node) -> Value | None:
             break
     if not kept and len(axes) == len(shape(node)):
         return replace(read, axes=tuple(axes))
+    if read.axes == ("tokens", "slots") and len(shape(node)) == 1:
+        return replace(read, axes=("places",))
     if base in (read.ids, read.weights) and same(shape(node)[-1], shape(base)[-1]):
         return None
     raise NoMatch("{} views {} as {}", node.name, read.axes, shape(node), node=node)
@@ -157,7 +172,7 @@ def _compare(picks: Picks, node: fx.Node) -> Value:
         if ids.kind != "ids" or type(right) is not int:
             raise NoMatch("{} compares {} with {!r}", node.name, ids.kind, right, node=node)
         axes, expert = ids.axes, right
-    kind: Kind = "match" if "slots" in axes else "takes"
+    kind: Kind = "match" if "slots" in axes or "places" in axes else "takes"
     return replace(ids, kind=kind, axes=axes, expert=expert, negated=negated)
 
 
@@ -316,6 +331,17 @@ def picked_rows(picks: Picks, indices: list[fx.Node | None], node: fx.Node) -> t
     return mask, tuple(read.along for read in found if read.along is not None), place
 
 
+def _contracted(picks: Picks, node: fx.Node) -> Value:
+    """``bmm(weights [T, 1, k], one-hot rows [T, k, E])``."""
+    left, right = inputs(node, "self", "mat2")
+    weights, masks = picks.read(left), picks.mask(right)
+    if weights.axes != ("tokens", "one", "slots") or masks.axes != ("tokens", "slots", "experts"):
+        raise NoMatch("{} multiplies {} by {}", node.name, weights.kind, masks.kind, node=node)
+    turned = replace(weights, axes=("tokens", "slots", "one"))
+    score = without(product(turned, masks, node), 1, node)
+    return replace(score, axes=("tokens", "one", "experts"))
+
+
 def _scatter(picks: Picks, node: fx.Node) -> Value:
     """``[T, E]``: the weights of every expert, zeros for those that are not chosen."""
     base, dim, index, src = inputs(node, "self", "dim", "index", "src")
@@ -326,6 +352,17 @@ def _scatter(picks: Picks, node: fx.Node) -> Value:
     picks.count(shape(node)[1], node)
     once = is_call(node, aten.scatter.src)
     return replace(weights, kind="score", axes=("tokens", "experts"), ids=ids.ids, distinct=once)
+
+
+def _divided(picks: Picks, node: fx.Node) -> Value | None:
+    """The tokens of places."""
+    division = is_floor_division(node)
+    read = picks.read(division[0]) if division is not None else None
+    if division is None or read is None or (read.kind, read.along) != ("index", "places"):
+        return None
+    if read.rows is None or read.rows.ids is None or not same(shape(read.rows.ids)[-1], division[1]):
+        raise NoMatch("{} does not find the token of a slot", node.name, node=node)
+    return replace(read, along="tokens")
 
 
 def _experts(picks: Picks, node: fx.Node) -> Value | None:
@@ -351,6 +388,8 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.mul.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor), _mul),
     **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar), _where),
     aten.select.int: _select,
+    aten.bmm.default: _contracted,
+    **dict.fromkeys((aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default), _divided),
     aten.slice.Tensor: _slice,
     operator.getitem: _getitem,
     aten.nonzero.default: _nonzero,

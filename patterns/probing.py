@@ -90,11 +90,24 @@ def is_data_dependent(node: fx.Node) -> bool:
     return any(isinstance(s, torch.SymInt) and not s.node.has_hint() for s in sizes)
 
 
+def _symbols(node: fx.Node) -> frozenset[Any]:
+    """What the sizes of ``node``, or the size that it is, are made from."""
+    size = node.meta.get("val")
+    sizes = size.shape if isinstance(size, torch.Tensor) else (size,)
+    return frozenset().union(*(s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt)))
+
+
+def _is_size_of(node: fx.Node, symbols: frozenset[Any]) -> bool:
+    """Whether ``node`` is a size that is made from ``symbols`` alone."""
+    return isinstance(node.meta.get("val"), torch.SymInt) and _symbols(node) <= symbols
+
+
 def cone(outputs: Sequence[fx.Node], stops: Sequence[fx.Node] | Mapping[fx.Node, Any]) -> list[fx.Node]:
     """Every node that ``outputs`` depend on up to and without ``stops``, inputs before users.
 
-    Known sizes are leaves: what they are the size of is no dependency.
+    Known sizes are leaves, and so are sizes that ``stops`` have: what they are the size of is no dependency.
     """
+    given = frozenset().union(*map(_symbols, stops))
     order: list[fx.Node] = []
     seen = set(stops)
     stack = [(node, False) for node in reversed(outputs)]
@@ -105,7 +118,7 @@ def cone(outputs: Sequence[fx.Node], stops: Sequence[fx.Node] | Mapping[fx.Node,
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            if not is_known_size(node):
+            if not is_known_size(node) and not _is_size_of(node, given):
                 stack.extend((source, False) for source in reversed(node.all_input_nodes))
     return order
 
@@ -193,7 +206,7 @@ class _Probe:
         return self._neutral(value.detach().to("cpu"))
 
     def _call(self, node: fx.Node) -> Any:
-        if is_known_size(node):
+        if is_known_size(node) or (isinstance(node.meta.get("val"), torch.SymInt) and not self._has_inputs(node)):
             return size_hint(node.meta["val"], self.symbols)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         target = node.target
@@ -207,6 +220,9 @@ class _Probe:
         if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
             raise NoMatch("{} ({}) is random or changes its input", node, target, node=node)
         return self._aten(node, target, list(args), dict(kwargs))
+
+    def _has_inputs(self, node: fx.Node) -> bool:
+        return all(arg in self.values for arg in node.all_input_nodes)
 
     def _aten(self, node: fx.Node, target: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
         name = op_name(target)

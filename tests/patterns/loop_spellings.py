@@ -193,6 +193,24 @@ def boolean_scores(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Te
     return out
 
 
+def places_index_add(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(self.experts):
+        place = torch.where(ids.flatten() == e)[0]
+        token = place // self.top_k
+        out = out.index_add(0, token, self.expert(e, x[token]) * weights.flatten()[place, None])
+    return out
+
+
+def scatter_added(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(self.experts):
+        token, slot = torch.where(ids == e)
+        rows = self.expert(e, x[token]) * weights[token, slot, None]
+        out = out.scatter_add(0, token[:, None].expand(-1, H), rows)
+    return out
+
+
 def masked_sum(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(self.experts):
@@ -218,6 +236,14 @@ def one_hot_scores(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Te
     out = torch.zeros_like(x)
     for e in range(self.experts):
         out = out + self.expert(e, x) * scores[:, e : e + 1]
+    return out
+
+
+def one_hot_product(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    scores = torch.einsum("tk,tke->te", weights, F.one_hot(ids, self.experts).to(x.dtype))
+    out = torch.zeros_like(x)
+    for e in range(self.experts):
+        out += scores[:, e].unsqueeze(1) * self.expert(e, x)
     return out
 
 
@@ -270,6 +296,8 @@ SPARSE = (
     first_of_where,
     boolean_rows,
     boolean_scores,
+    places_index_add,
+    scatter_added,
 )
 """With sizes that only the router's choice decides."""
 
@@ -278,6 +306,7 @@ DENSE = (
     scattered_scores,
     added_scores,
     one_hot_scores,
+    one_hot_product,
     chosen_rows,
     batched_rows,
     stacked_gather,

@@ -12,6 +12,7 @@ import loop_mutants
 import loop_spellings as loops
 import pytest
 import torch
+import torch.nn.functional as F
 from capture import capture
 from fp4_inductor.patterns import expert_loop
 from loop_mutants import MUTANTS
@@ -106,6 +107,56 @@ def test_compiled(loop: Loop) -> None:
                 x = hidden(tokens)
                 got, want = compiled(x).double(), model.want(x)
                 assert float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max()) < TOLERANCE
+
+
+class ShapedHalves(LoopMoE):
+    """Gate and up are taken apart by a view that needs the number of rows."""
+
+    def activate(self, expert: int, rows: Tensor) -> Tensor:
+        both = self.linear("w13", expert, rows)
+        gate, up = both.view(*both.shape[:-1], 2, INNER).unbind(-2)
+        return F.silu(gate) * up
+
+
+def test_sizes_inside_an_activation() -> None:
+    torch.manual_seed(0)
+    check(capture(ShapedHalves(loops.where_index_add).eval(), hidden(), dynamic=True))
+
+
+@pytest.mark.parametrize("loop", [loops.where_index_add, loops.boolean_rows])
+def test_exported(loop: Loop) -> None:
+    model = build(loop)
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    exported = torch.export.export(model, (hidden(),), dynamic_shapes=({0: tokens},)).module()
+    check(capture(exported, hidden(), dynamic=True))
+
+
+class Experts(torch.nn.Module):
+    """The loop alone: routing comes from outside."""
+
+    def __init__(self, *, checked: bool) -> None:
+        super().__init__()
+        self.model, self.checked = build(loops.where_index_add), checked
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.checked:
+            torch._check(ids.shape[0] == x.shape[0])
+            torch._check(weights.shape[0] == x.shape[0])
+        return self.model.loop(self.model, x, ids, weights)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_routing_from_outside(checked: bool) -> None:
+    ids = torch.randint(0, E, (TOKENS, 2))
+    given = hidden(), ids, torch.rand(TOKENS, 2).bfloat16()
+    for value in given:
+        torch._dynamo.maybe_mark_dynamic(value, 0)
+    gm = capture(Experts(checked=checked), *given, dynamic=None)
+    if checked:
+        (match,) = find_matches(gm.graph).matches
+        assert match.grade == "experts"
+    else:
+        assert "torch._check(ids.shape[0] == hidden.shape[0])" in refusal(gm)
 
 
 def given_routing(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
