@@ -209,8 +209,11 @@ def with_bias(gemm: BranchGemm, layout: Layout, column: Axis) -> Biased:
         raise NoMatch("{} adds {}, which is no bias [E, N]", add.name, addend.name, node=add)
     inner = inner[inner.index(bias) :]
     added = along(laid_out(shape(bias), ("E", 1), (column.name, 1)), inner)
-    if gather is not None:
-        added = along(picked(added, gather[1], shape(gemm.weight)[0]), steps)
+    if gather is not None and gemm.index is not None:
+        experts = shape(gemm.weight)[0]
+        if read_ids(gather[1], experts)[0] is not read_ids(gemm.index, experts)[0]:
+            raise NoMatch("{} adds biases of other experts", add.name, node=add)
+        added = along(picked(added, gather[1], experts), steps)
     total = broadcast(laid, added)
     if total is None or not same_shape(add, shape(shown)) or names(added) - names(laid):
         raise NoMatch("{} does not add each branch's own bias", add.name, node=add)

@@ -223,8 +223,8 @@ def row_gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         index = indices[0] if len(indices) == 1 else None
     elif is_call(node, aten.index_select.default) and arguments(node)["dim"] == 0:
         base, index = inputs(node, "self", "index")
-    elif is_call(node, aten.gather.default) and arguments(node)["dim"] in (0, -len(shape(node))):  # type: ignore[arg-type]
-        base, index = inputs(node, "self", "index")  # type: ignore[arg-type]
+    elif is_call(node, aten.gather.default) and arguments(node)["dim"] in (0, -len(shape(node))):
+        base, index = inputs(node, "self", "index")
         if len(shape(base)) > 1:
             index = whole_rows(index) if all(map(same, shape(base)[1:], shape(index)[1:])) else None
     else:

@@ -258,7 +258,7 @@ def _differs_at(node: fx.Node, num_experts: int, fill: float, steps: int = 0) ->
         return at(node.args[0], -inf)
     if is_call(node, aten.mul.Tensor):
         left, right = inputs(node, "self", "other")
-        return next((ids for side in (left, right) if _as_wide(node, side) and (ids := at(side))), None)
+        return next((found for side in (left, right) if _as_wide(node, side) and (found := at(side))), None)
     if is_call(node, aten.div.Tensor):
         left, right = inputs(node, "self", "other")
         return at(left) if _per_token(node, right) else None
