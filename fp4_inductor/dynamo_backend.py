@@ -16,6 +16,7 @@ from torch import fx
 
 from .device import DeviceInfo
 from .graph_breaks import report_broken_experts
+from .input_names import name_inputs, names_of_inputs
 from .lowering_pass import Lowering, fold_and_compile, lower
 from .options import Options, split_options
 from .report import LoweringReport, dump_graph, dump_report
@@ -80,6 +81,7 @@ def compile_with(
         device=device,
         on_report=on_report,
         generate_code=generate_code,
+        input_names=names_of_inputs(gm),
         later_patches={"coordinate_descent_tuning": user_tuning},
     )
     # A hit in AOTAutograd's cache never comes back to us, so where a report is owed it stays off.
@@ -115,6 +117,7 @@ def _inner_compile(
     device: DeviceInfo | None,
     on_report: Callable[[LoweringReport], None] | None,
     generate_code: bool,
+    input_names: Sequence[str],
     later_patches: dict[str, Any],
     **kwargs: Any,
 ) -> Any:
@@ -123,6 +126,7 @@ def _inner_compile(
     from torch._inductor.compile_fx import compile_fx_inner
 
     compile_inner = config.patch(later_patches)(compile_fx_inner)
+    name_inputs(gm.graph, input_names)
     as_written = None if generate_code else fx.GraphModule(gm, _copy_graph(gm))
     lowering = _lower(gm, options, device) if _may_rewrite(gm, kwargs, on_report) else None
     if lowering is not None:

@@ -10,6 +10,10 @@ from ..matching import NearMiss, NoMatch
 from .graph_tools import location, numel, same, tensor
 
 
+INPUT_NAME = "fp4moe_name"
+"""Where ``node.meta`` of an input holds the name that people know it by."""
+
+
 class Misses:
     """The furthest refusal of every packed weight. ``reads`` says which of them each GEMM reads."""
 
@@ -32,13 +36,24 @@ class Misses:
         val = tensor(root)
         assert val is not None
         return NearMiss(
-            anchor=f"{root.name} {str(val.dtype).removeprefix('torch.')}{list(val.shape)}",
+            anchor=f"{_called(root)} {str(val.dtype).removeprefix('torch.')}{list(val.shape)}",
             pattern=pattern,
-            reason=str(miss),
+            reason=_reason(miss, root.graph),
             progress=miss.progress,
             packed_bytes=val.numel(),
             where=where if where.file else location(gemm),
         )
+
+
+def _called(node: fx.Node) -> str:
+    """What people call an input, where the door knows it."""
+    return str(node.meta.get(INPUT_NAME, node.name))
+
+
+def _reason(miss: NoMatch, graph: fx.Graph) -> str:
+    """The message, with the names that people know."""
+    known = {node.name: _called(node) for node in graph.find_nodes(op="placeholder")}
+    return str(NoMatch(miss.template, *(known.get(str(arg), arg) for arg in miss.format_args)))
 
 
 def _no_gemm(root: fx.Node) -> NoMatch:

@@ -14,7 +14,7 @@ FLOORS = (
     (3, "stages", ("select", "emit", "fold", "report", "verify")),
     (4, "way", ("lowering_pass",)),
     (5, "doors", ("dynamo_backend", "post_grad_pass", "_explain", "modules", "quantize", "checkpoint", "bench")),
-    (5, "doors", ("experts_interface", "graph_breaks")),
+    (5, "doors", ("experts_interface", "graph_breaks", "input_names")),
     (5, "doors", ("__main__", "")),
 )
 MODULES = modules()
