@@ -403,6 +403,7 @@ def _one(target: Any, *args: Any) -> Step:
 _STEPS: dict[str, dict[str, Step]] = {
     "float": {
         "scaled": _one(aten.mul.Tensor, 1.25),
+        "nudged": _one(aten.mul.Tensor, 1.003),
         "shifted": _one(aten.add.Tensor, 0.125),
         "negated": _one(aten.neg.default),
         "doubled": lambda n: [(aten.add.Tensor, (n, n))],

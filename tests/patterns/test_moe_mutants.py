@@ -230,6 +230,17 @@ def test_biases_of_other_experts_are_refused() -> None:
         _check_refused(recognise(gm))
 
 
+@pytest.mark.parametrize("factor", [1.003, 0.9961])
+def test_a_factor_smaller_than_the_roundings_is_seen(factor: float) -> None:
+    """Three bfloat16 roundings, which products with a global scale may go through, come to more than that."""
+    gm = moe_graph("mixtral", "batched_mm", "nvfp4", layers=1)
+    product = reader(calls(gm.graph, aten.__rshift__.Scalar)[0], aten.mul.Tensor)
+    while (further := next(iter(product.users))).target is aten.mul.Tensor:
+        product = further
+    scale(product, factor)
+    _check_refused(recognise(gm))
+
+
 def test_swapped_gate_and_up_are_read_as_such() -> None:
     gm = moe_graph("qwen3_moe", "grouped_mm")
     split = calls(gm.graph, aten.split.Tensor)[0]
