@@ -59,7 +59,9 @@ def _read_gemms(nodes: Sequence[fx.Node], misses: Misses) -> dict[fx.Node, Exper
     return gemms
 
 
-def read_routed_rows(ups: Sequence[ExpertGemm], down: ExpertGemm, memo: Memo, *, weight_on_input: bool) -> Block:
+def read_routed_rows(
+    ups: Sequence[ExpertGemm], down: ExpertGemm, memo: Memo, *, weight_on_input: bool = False
+) -> Block:
     """Read the block whose first GEMMs are ``ups``, one for gate and up or one for each, and whose last is ``down``.
 
     Raises:
