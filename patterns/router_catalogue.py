@@ -96,7 +96,10 @@ def _groups(piece: RouterPiece) -> Iterator[tuple[int, int, Literal["top2_sum", 
 
 
 def _selects(spec: RouterSpec, draw: RouterDraw, top_k: int) -> bool:
-    """Whether the draw's experts are a best choice. Equal scores may be chosen among in any order."""
+    """Whether the draw's experts are a best choice. Equal scores may be chosen among in any order.
+
+    Of masked groups, which all score alike, it must be the same experts: any number of groups would be as good.
+    """
     if spec.ids_given:
         return True
     _, selection = scores_of(spec, draw.logits, draw.bias)
@@ -106,6 +109,10 @@ def _selects(spec: RouterSpec, draw: RouterDraw, top_k: int) -> bool:
         return torch.equal(ids.sort(-1).values, draw.ids.sort(-1).values)
     distinct = bool((draw.ids.sort(-1).values.diff(dim=-1) != 0).all())
     chosen = selection.gather(-1, draw.ids).sort(-1, descending=True).values
+    if spec.num_groups > 1:
+        masked = (best == spec.group_fill).any(-1)
+        if not torch.equal(order[masked].sort(-1).values, draw.ids[masked].sort(-1).values):
+            return False
     return distinct and bool(((best == chosen) | ((best - chosen).abs() <= 1e-12 * best.abs())).all())
 
 

@@ -142,6 +142,13 @@ def test_what_masked_groups_are_filled_with(fill: float) -> None:
     assert spec_of(lambda logits, bias: grouped(logits, bias, fill=fill), BIAS).group_fill == fill
 
 
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_how_many_groups_are_kept_shows_where_others_win(kept: int) -> None:
+    """Filled with zero, groups win over negative scores; were all of them alike, fewer kept ones would do as well."""
+    spec = spec_of(lambda logits, bias: grouped(logits, bias, best=1, kept=kept, fill=0.0), BIAS)
+    assert (spec.topk_groups, spec.group_score, spec.group_fill) == (kept, "max", 0.0)
+
+
 @pytest.mark.parametrize("jitter", [0.01, 0.05])
 def test_how_near_a_sparse_softmax_looks(jitter: float) -> None:
     assert spec_of(lambda logits: sparsemixer(logits, jitter)).sparsity_threshold == 2 * jitter
