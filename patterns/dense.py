@@ -16,6 +16,7 @@ from torch import fx
 
 from ..matching import NoMatch, PackedWeight
 from ..spec import Operand
+from .activation import IdentifiedActivation
 from .axes import Axis, Dimension, Layout, along, axes, axis_over, laid_out, regrouped, trail, unified
 from .block import Block, Candidate, Feed
 from .branch_combine import Branches, Way, combine_branches, weigh
@@ -81,31 +82,21 @@ def read_branches(ups: Sequence[BranchGemm], down: BranchGemm, memo: Memo, *, we
         _check_sizes(w13, w2, down)
     with stage(0.4):
         given = [_read_input(up.rows, w13.shape[2], branches, weighted=weight_on_input) for up in ups]
-        hidden = given[0].node
-        if any(other.node is not hidden for other in given):
-            raise NoMatch("{} and {} read other rows", ups[0].node.name, ups[-1].node.name, node=ups[-1].node)
+        hidden = _same_input(given, ups)
         sizes = _axes(hidden, branches, w13.shape[1] // len(ups), w2)
         first = [
             _product(up, one.layout, sizes.rows, sizes.hidden, sizes, k_first)
             for up, one in zip(ups, given, strict=True)
         ]
     with stage(0.6):
-        faced = [_facing(one, sizes) for one in first]
-        outs, (layout, column) = [out for out, _, _ in faced], faced[0][1:]
-        for _, other, _ in faced[1:]:
-            if not _alike(layout, other):
-                raise NoMatch("gate and up lie in different orders", node=outs[-1])
-        result = trail(down.rows)[0]
-        activation = identify_in_columns(result, outs, column, w2.shape[2], memo)
-        between = cone([result], [*outs, *activation.scalars.values()])
-        inner = along(_of_result(layout, column, sizes, result), trail(down.rows))
+        activation, inner, between = _between(first, down, sizes, memo)
     with stage(0.7):
         last = _product(down, inner, sizes.out, sizes.inner, sizes, down_k_first)
         way = Way(last.node, last.layout, branches, given[0].routing)
         combine = combine_branches(way, sizes.tokens, sizes.out)
         if weight_on_input:
             _check_idle_experts(first, last, branches)
-    steps = [between, combine.nodes, given[-1].nodes, trail(down.rows)]
+    steps = [between, combine.nodes, *(one.nodes for one in given)]
     for gemm, biased in zip((*ups, down), (*first, last), strict=True):
         steps += [gemm.nodes, biased.nodes, trail(gemm.rows), [node for node, _ in onward(biased.node, biased.layout)]]
     return Block(
@@ -234,6 +225,32 @@ def _facing(biased: Biased, sizes: _Axes) -> tuple[fx.Node, Layout, int]:
     if not places:
         raise NoMatch("the columns of {} stand in no dimension of their own", biased.node.name, node=biased.node)
     return next((place for place in reversed(places) if place[2] == -1), places[-1])
+
+
+def _same_input(given: Sequence[Way], ups: Sequence[BranchGemm]) -> fx.Node:
+    """The hidden states that go into every first GEMM, all with the same weights, if with any."""
+    states, routing = given[0].node, given[0].routing
+    for other in given[1:]:
+        weights = None if other.routing is None else other.routing.weights
+        if other.node is not states or weights != (None if routing is None else routing.weights):
+            raise NoMatch("{} and {} read other rows", ups[0].node.name, ups[-1].node.name, node=ups[-1].node)
+    return states
+
+
+def _between(
+    first: Sequence[Biased], down: BranchGemm, sizes: _Axes, memo: Memo
+) -> tuple[IdentifiedActivation, Layout, list[fx.Node]]:
+    """The activation, the layout of what the down GEMM reads of it, and its steps."""
+    faced = [_facing(one, sizes) for one in first]
+    outs, (layout, column) = [out for out, _, _ in faced], faced[0][1:]
+    if any(not _alike(layout, other) or column != place for _, other, place in faced):
+        raise NoMatch("gate and up lie in different orders", node=outs[-1])
+    result, *steps = trail(down.rows)
+    inner = sizes.inner.size
+    assert isinstance(inner, int), "the weights say so"
+    activation = identify_in_columns(result, outs, column, inner, memo)
+    between = cone([result], [*outs, *activation.scalars.values()])
+    return activation, along(_of_result(layout, column, sizes, result), [result, *steps]), [*between, *steps]
 
 
 def _alike(left: Layout, right: Layout) -> bool:

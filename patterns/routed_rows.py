@@ -117,8 +117,7 @@ def read_routed_rows(
         },
         explained=frozenset().union(*steps),
         weight_on_input=weight_on_input,
-        masked=not is_choice(ids, experts)
-        and (given.masked or last.masked or combine.masked or any(p.masked for p in projections)),
+        masked=not is_choice(ids, experts) and any(step.masked for step in (given, combine, last, *projections)),
     )
 
 
