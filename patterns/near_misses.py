@@ -9,7 +9,6 @@ from torch import fx
 from ..matching import NearMiss, NoMatch
 from .graph_tools import location, numel, same, tensor
 
-
 INPUT_NAME = "fp4moe_name"
 """Where ``node.meta`` of an input holds the name that people know it by."""
 

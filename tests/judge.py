@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -165,7 +166,12 @@ class Run:
 
     def _given(self, source: Source) -> torch.Tensor:
         parts = [self.values[node] for node in nodes_of(source)]
-        return parts[0] if isinstance(source, fx.Node) else source.function(*parts)
+        if isinstance(source, fx.Node):
+            return parts[0]
+        function = source.function
+        if isinstance(function, partial) and function.keywords.get("dtype") in WIDE:
+            function = partial(function, dtype=torch.float64)  # a cast like those of the graph
+        return function(*parts)
 
     def _call(self, node: fx.Node) -> Any:
         target, name = node.target, str(node.target)
