@@ -79,22 +79,22 @@ def read_routed_rows(
         top_k = _top_k(ids, experts)
     with stage(0.4):
         given = _gathered(ups, top_k, weighted=weight_on_input)
-        hidden = given.hidden
         projections, last = [read_projection(up) for up in ups], read_projection(down)
     with stage(0.5):
         w13 = join_halves([_packed(up, memo) for up in ups])
         w2 = _packed(down, memo)
-        _check_sizes(w13, w2, hidden, first, top_k)
+        _check_sizes(w13, w2, given.hidden, first, top_k)
     with stage(0.6):
         result = source(down.rows)
         activation = identify_activation(result, tuple(p.out for p in projections), w2.shape[2], memo)
         between = cone([down.rows], [*(p.out for p in projections), *activation.scalars.values()])
     with stage(0.7):
         combine = read_combine(last.out, down.order, top_k, w2.shape[0], w2.shape[1], given.weights)
+    masked = [projection.masked for projection in (*projections, last)]
     steps = [given.nodes, between, combine.nodes, *(p.nodes for p in (*projections, last))]
     return Block(
         form=first.form,
-        hidden=hidden,
+        hidden=given.hidden,
         ids=ids,
         weights=_as_multiplied(combine),
         weights_dtype=combine.weights_dtype,
@@ -109,7 +109,7 @@ def read_routed_rows(
         scalars=dict(activation.scalars),
         output=combine.output,
         feeds={
-            hidden: Feed(Operand.HIDDEN),
+            given.hidden: Feed(Operand.HIDDEN),
             ids: Feed(Operand.TOPK_IDS),
             combine.weights: Feed(Operand.TOPK_WEIGHTS),
             **_weight_feeds(projections, last),
@@ -117,7 +117,7 @@ def read_routed_rows(
         },
         explained=frozenset().union(*steps),
         weight_on_input=weight_on_input,
-        masked=not is_choice(ids, experts) and any(step.masked for step in (given, combine, last, *projections)),
+        masked=not is_choice(ids, experts) and any((given.masked, combine.masked, *masked)),
     )
 
 
