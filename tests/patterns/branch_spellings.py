@@ -80,7 +80,7 @@ def clamped(x: Tensor) -> Tensor:
 
 
 def scattered(r: Routing) -> Tensor:
-    return torch.zeros(r.ids.shape[0], E, dtype=r.weights.dtype).scatter(1, r.ids, r.weights)
+    return r.weights.new_zeros(r.ids.shape[0], E).scatter(1, r.ids, r.weights)
 
 
 def all_experts(self: BranchMoE, x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def gpt_oss(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
 
 
 def gate_and_up_apart(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
-    scores = torch.zeros(x.shape[0], E, dtype=r.weights.dtype).scatter_add(1, r.ids, r.weights)
+    scores = r.weights.new_zeros(x.shape[0], E).scatter_add(1, r.ids, r.weights)
     gate = torch.einsum("th,eih->eti", x, self.weight("w1"))
     up = torch.einsum("th,eih->eti", x, self.weight("w3"))
     out = torch.einsum("eti,ehi->eth", F.silu(gate) * up, self.weight("w2"))
@@ -128,15 +128,15 @@ def gate_and_up_apart(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
 
 
 def one_matrix(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
-    scores = torch.zeros(x.shape[0], E, dtype=torch.float32).scatter(1, r.ids, r.weights.float())
+    scores = r.weights.new_zeros(x.shape[0], E, dtype=torch.float32).scatter(1, r.ids, r.weights.float())
     inner = swiglu((x @ self.weight("w13").reshape(-1, H).T).view(-1, E, 2 * INNER))
     out = torch.einsum("tei,ehi->teh", inner, self.weight("w2"))
     return (out * scores[..., None]).sum(1).to(x.dtype)
 
 
 def put(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
-    scores = torch.zeros(x.shape[0], E, dtype=r.weights.dtype)
-    scores[torch.arange(x.shape[0])[:, None], r.ids] = r.weights
+    scores = r.weights.new_zeros(x.shape[0], E)
+    scores[torch.arange(x.shape[0], device=x.device)[:, None], r.ids] = r.weights
     return scored(self, x, scores)
 
 
@@ -149,8 +149,13 @@ def one_hot_contracted(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
     return torch.einsum("tke,tk,eth->th", F.one_hot(r.ids, E).to(r.weights.dtype), r.weights, out)
 
 
+def chosen(r: Routing) -> Tensor:
+    """``[T, k, E]``"""
+    return r.ids[..., None] == torch.arange(E, device=r.ids.device)
+
+
 def one_hot_chosen(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
-    return scored(self, x, torch.where(r.ids[..., None] == torch.arange(E), r.weights[..., None], 0).sum(1))
+    return scored(self, x, torch.where(chosen(r), r.weights[..., None], 0).sum(1))
 
 
 def masked(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
@@ -180,7 +185,7 @@ def counted_mask(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
 
 
 def any_mask(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
-    return scored(self, x, torch.where((r.ids[..., None] == torch.arange(E)).any(1), r.probs, 0))
+    return scored(self, x, torch.where(chosen(r).any(1), r.probs, 0))
 
 
 def picked(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
@@ -189,7 +194,7 @@ def picked(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
 
 
 def picked_by_index(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
-    out = all_experts(self, x)[r.ids, torch.arange(x.shape[0])[:, None]]
+    out = all_experts(self, x)[r.ids, torch.arange(x.shape[0], device=x.device)[:, None]]
     return torch.einsum("tkh,tk->th", out, r.weights)
 
 

@@ -130,7 +130,7 @@ def where_index_add(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> T
 
 
 def one_hot_masks(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    out = torch.zeros((x.shape[0], H), dtype=x.dtype)
+    out = x.new_zeros(x.shape[0], H)
     masks = F.one_hot(ids, self.experts).permute(2, 1, 0)
     for e in range(self.experts):
         slot, token = torch.where(masks[e])
@@ -185,7 +185,7 @@ def boolean_rows(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 
 
 def boolean_scores(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    scores = torch.zeros(x.shape[0], self.experts, dtype=x.dtype).scatter(1, ids, weights)
+    scores = x.new_zeros(x.shape[0], self.experts).scatter(1, ids, weights)
     out = torch.zeros_like(x)
     for e in range(self.experts):
         rows = (ids == e).any(-1)
@@ -219,12 +219,12 @@ def masked_sum(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor
 
 
 def scattered_scores(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    scores = torch.zeros(x.shape[0], self.experts, dtype=x.dtype).scatter_(1, ids, weights)
+    scores = x.new_zeros(x.shape[0], self.experts).scatter_(1, ids, weights)
     return sum(scores[:, e, None] * self.expert(e, x) for e in range(self.experts))  # type: ignore[return-value]
 
 
 def added_scores(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    scores = torch.zeros(x.shape[0], self.experts, dtype=x.dtype).scatter_add(1, ids, weights)
+    scores = x.new_zeros(x.shape[0], self.experts).scatter_add(1, ids, weights)
     out = torch.zeros_like(x)
     for e, score in enumerate(scores.unbind(1)):
         out = out + self.expert(e, x) * score[:, None]
@@ -271,13 +271,13 @@ def stacked_gather(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Te
 
 
 def stacked_einsum(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    scores = torch.zeros(x.shape[0], self.experts, dtype=x.dtype).scatter(1, ids, weights)
+    scores = x.new_zeros(x.shape[0], self.experts).scatter(1, ids, weights)
     results = torch.stack([self.expert(e, x) for e in range(self.experts)], dim=1)
     return torch.einsum("te,teh->th", scores, results)
 
 
 def stacked_product(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    scores = torch.zeros(x.shape[0], self.experts, dtype=x.dtype).scatter(1, ids, weights)
+    scores = x.new_zeros(x.shape[0], self.experts).scatter(1, ids, weights)
     results = torch.stack([self.expert(e, x) for e in range(self.experts)])
     return (results * scores.t()[..., None]).sum(0)
 

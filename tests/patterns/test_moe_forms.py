@@ -53,7 +53,7 @@ def counts_by_histc(ids: Tensor) -> Tensor:
 
 
 def counts_by_one_hot(ids: Tensor) -> Tensor:
-    return (ids[:, None] == torch.arange(E)).sum(0)
+    return (ids[:, None] == torch.arange(E, device=ids.device)).sum(0)
 
 
 def scatter_add_rows(rows: Tensor, token: Tensor, like: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def gathered(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def gathered_by_token_index(self: UserMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    token = torch.arange(x.shape[0])[:, None].expand(-1, self.top_k).reshape(-1)
+    token = torch.arange(x.shape[0], device=x.device)[:, None].expand(-1, self.top_k).reshape(-1)
     flat = ids.flatten()
     up = torch.bmm(x[token][:, None], self.weight("w13")[flat].mT)[:, 0]
     out = torch.bmm(swiglu(up)[:, None], self.weight("w2")[flat].mT)[:, 0]

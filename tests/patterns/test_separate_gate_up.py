@@ -50,7 +50,7 @@ class SeparateMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = torch.softmax(self.gate(x).float(), dim=-1).topk(K, dim=-1)
         experts, offs = ids.flatten(), None
-        perm = torch.arange(experts.shape[0])
+        perm = torch.arange(experts.shape[0], device=x.device)
         if self.form == "grouped_mm":
             experts, perm = experts.sort()
             offs = torch.histc(experts.float(), E, 0, E - 1).cumsum(0).to(torch.int32)
