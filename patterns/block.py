@@ -33,7 +33,9 @@ class Feed:
     def __str__(self) -> str:
         of_expert = "" if self.expert is None else f"_expert{self.expert}"
         of_rows = "" if self.half is None else f"_half{self.half}"
-        return f"{self.operand}{of_expert}{of_rows}{'_k_first' if self.k_first else ''}{'_spread' if self.spread else ''}"
+        return (
+            f"{self.operand}{of_expert}{of_rows}{'_k_first' if self.k_first else ''}{'_spread' if self.spread else ''}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
