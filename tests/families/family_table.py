@@ -76,7 +76,8 @@ def outcomes(run: Run) -> tuple[Outcome, ...]:
     """The blocks that were recognised; a refusal for FP4 weights that are in none."""
     found = [Outcome.of(block) for block in run.blocks]
     if run.near_misses:
-        found.append(Outcome("refused", reason=run.near_misses[0].reason))
+        miss = run.near_misses[0]
+        found.append(Outcome("refused", reason=f"{miss.reason} (at `{miss.where.module}`)"))
     return tuple(found)
 
 
