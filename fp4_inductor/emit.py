@@ -147,7 +147,8 @@ class _Writer:
             elif node.op == "output":
                 result = env[node.args[0]]
             else:
-                assert node.op == "call_function", f"re-layout {name} must be plain tensor functions"
+                functional = node.op == "call_function" and not node.is_impure()
+                assert functional, f"re-layout {name} must be plain tensor functions, without updates in place"
                 copy = self.graph.call_function(
                     node.target, fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)
                 )

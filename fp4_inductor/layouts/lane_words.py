@@ -45,11 +45,9 @@ def to_lane_words(codes: torch.Tensor) -> torch.Tensor:
 def _word(planes: torch.Tensor) -> torch.Tensor:
     """int16 [..., b] words from uint8 codes [..., 4, b]."""
     p0, p1, p2, p3 = planes.to(torch.int16).unbind(-2)
-    word = (p0 & 8) << 12 | (p0 & 7) << 6
-    word |= (p1 & 8) << 9 | (p1 & 7) << 3
-    word |= (p2 & 8) << 6 | (p2 & 7)
-    word |= (p3 & 8) << 11 | (p3 & 4) << 11 | (p3 & 3) << 10
-    return word
+    low = (p0 & 8) << 12 | (p0 & 7) << 6 | (p1 & 8) << 9 | (p1 & 7) << 3
+    high = (p2 & 8) << 6 | (p2 & 7) | (p3 & 8) << 11 | (p3 & 4) << 11 | (p3 & 3) << 10
+    return low | high
 
 
 def from_lane_words(words: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

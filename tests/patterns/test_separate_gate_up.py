@@ -6,10 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture import capture
+from moe_graphs import random_inputs
 from torch import nn
 
+from fp4_inductor import DeviceInfo, Options
+from fp4_inductor.backends import get_backend
+from fp4_inductor.fold import fold
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
-from fp4_inductor.matching import Assembled, find_matches
+from fp4_inductor.lowering_pass import lower
+from fp4_inductor.matching import Assembled, find_matches, nodes_of
+from fp4_inductor.plan import prepare
 from fp4_inductor.quant import dequantize
 from fp4_inductor.spec import GateUpOrder, Operand
 
@@ -117,6 +123,37 @@ def test_compiled_numbers(fmt: BlockFormat, form: str, bias: bool, up_first: boo
             assert worst_token(compiled(x), want(model, x)) < TOLERANCE
         model.w3.copy_(torch.randint(0, 256, model.w3.shape, dtype=torch.uint8))
         assert worst_token(compiled(x), want(model, x)) < TOLERANCE
+
+
+@pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=str)
+def test_what_a_gpu_kernel_reads_is_made_at_once(fmt: BlockFormat) -> None:
+    """Joining gate and up is a part of the re-layout that reads them, not one of its own."""
+    torch.manual_seed(1)
+    gm = capture(SeparateMoE(fmt, "grouped_mm"), torch.randn(TOKENS, H).bfloat16())
+    (match,) = find_matches(gm.graph).matches
+    weights = random_inputs(gm)
+    known = dict(zip(gm.graph.find_nodes(op="placeholder"), weights, strict=True))
+    operands = {}
+    for operand in (
+        Operand.W13,
+        Operand.W13_SCALE,
+        Operand.W13_GLOBAL,
+        Operand.W2,
+        Operand.W2_SCALE,
+        Operand.W2_GLOBAL,
+    ):
+        source = match.operands.get(operand)
+        if source is not None:
+            parts = [known[node] for node in nodes_of(source)]
+            operands[operand] = source.function(*parts) if isinstance(source, Assembled) else parts[0]
+    device = DeviceInfo.parse("sm_90")
+    ready = prepare(get_backend("triton_w4a16").plan(match.spec, device), operands)
+    lower(gm.graph, Options(backend="triton_w4a16"), device)
+    folding = fold(gm, weights, range(len(weights)))
+    assert sorted(recipe.name for recipe in folding.recipes) == sorted(ready)
+    for recipe in folding.recipes:
+        got = recipe.function(*(weights[place] for place in recipe.sources))
+        assert torch.equal(got, ready[recipe.name]), recipe.name
 
 
 def other_rows(model: SeparateMoE, name: str, rows: Tensor) -> Tensor:
