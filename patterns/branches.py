@@ -156,8 +156,12 @@ def slot_layout(node: fx.Node) -> Layout:
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:
-    """The users of ``node`` that read more than its sizes."""
-    return [user for user in node.users if not is_size(user)]
+    """The users of ``node`` that read more than its sizes, themselves or through views."""
+    return [user for user in node.users if not _reads_sizes(user)]
+
+
+def _reads_sizes(user: fx.Node) -> bool:
+    return is_size(user) or (moves(user) is not None and bool(user.users) and all(map(_reads_sizes, user.users)))
 
 
 def onward(node: fx.Node, layout: Layout) -> Iterator[tuple[fx.Node, Layout]]:

@@ -270,7 +270,7 @@ def _norm_behind(rows: fx.Node) -> fx.Node | None:
 
 
 _NORM = (aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.mean.dim, aten.sum.dim_IntList, aten.div.Tensor, aten.add.Tensor)
-_NORM_STEPS = 6
+_NORM_STEPS = 10
 
 
 def _finish(state: _Rows, total: fx.Node) -> Combine:

@@ -8,6 +8,7 @@ combine over branches.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +20,12 @@ from ..spec import Operand
 from .activation import IdentifiedActivation
 from .axes import Axis, Dimension, Layout, along, axes, axis_over, laid_out, regrouped, trail, unified
 from .block import Block, Candidate, Feed
-from .branch_combine import Branches, Way, combine_branches, weigh
+from .branch_combine import Branches, Way, combine_branches, read_routing, weigh
 from .branches import Biased, BranchGemm, columns_of, holds_only, onward, read_branch_gemm, read_ids, with_bias
 from .column_major import identify_in_columns
 from .dequantize import identify
 from .gemm import behind
-from .graph_tools import aten, dtype, inputs, is_call, same, shape, stage, unwidened
+from .graph_tools import CAST, arguments, aten, dtype, inputs, is_call, same, shape, stage, unwidened
 from .near_misses import Misses
 from .probing import cone
 from .signature import Memo
@@ -89,14 +90,17 @@ def read_branches(ups: Sequence[BranchGemm], down: BranchGemm, memo: Memo, *, we
             for up, one in zip(ups, given, strict=True)
         ]
     with stage(0.6):
-        activation, inner, between = _between(first, down, sizes, memo)
+        start = Way(down.rows, (), branches, given[0].routing)
+        activation, inner = _between(first, down, start, sizes, memo)
     with stage(0.7):
-        last = _product(down, inner, sizes.out, sizes.inner, sizes, down_k_first)
-        way = Way(last.node, last.layout, branches, given[0].routing)
+        last = _product(down, inner.layout, sizes.out, sizes.inner, sizes, down_k_first)
+        if inner.routing is not start.routing and last.bias is not None:
+            raise NoMatch("{} adds a bias that carries no routing weights", last.node.name, node=last.node)
+        way = Way(last.node, last.layout, branches, inner.routing)
         combine = combine_branches(way, sizes.tokens, sizes.out)
         if weight_on_input:
             _check_idle_experts(first, last, branches)
-    steps = [between, combine.nodes, *(one.nodes for one in given)]
+    steps = [inner.nodes, combine.nodes, *(one.nodes for one in given)]
     for gemm, biased in zip((*ups, down), (*first, last), strict=True):
         steps += [gemm.nodes, biased.nodes, trail(gemm.rows), [node for node, _ in onward(biased.node, biased.layout)]]
     return Block(
@@ -212,7 +216,8 @@ def _product(gemm: BranchGemm, rows: Layout, row: Axis, column: Axis, sizes: _Ax
         raise NoMatch("{} does not sum over the columns of its weights", gemm.node.name, node=gemm.node)
     if not holds_only(layout, *kept, row):
         raise NoMatch("{} does not run every token over its experts", gemm.node.name, node=gemm.node)
-    return with_bias(gemm, layout, row)
+    summed_up = sizes.branch not in kept and not same(sizes.branch.size, 1)
+    return Biased(gemm.node, layout, None, frozenset()) if summed_up else with_bias(gemm, layout, row)
 
 
 def _facing(biased: Biased, sizes: _Axes) -> tuple[fx.Node, Layout, int]:
@@ -238,19 +243,38 @@ def _same_input(given: Sequence[Way], ups: Sequence[BranchGemm]) -> fx.Node:
 
 
 def _between(
-    first: Sequence[Biased], down: BranchGemm, sizes: _Axes, memo: Memo
-) -> tuple[IdentifiedActivation, Layout, list[fx.Node]]:
-    """The activation, the layout of what the down GEMM reads of it, and its steps."""
+    first: Sequence[Biased], down: BranchGemm, start: Way, sizes: _Axes, memo: Memo
+) -> tuple[IdentifiedActivation, Way]:
+    """The activation, and the way of its result to the down GEMM; routing weights may multiply it there.
+
+    Raises:
+        NoMatch: it is no known activation, nor one times routing weights.
+    """
     faced = [_facing(one, sizes) for one in first]
     outs, (layout, column) = [out for out, _, _ in faced], faced[0][1:]
     if any(not _alike(layout, other) or column != place for _, other, place in faced):
         raise NoMatch("gate and up lie in different orders", node=outs[-1])
-    result, *steps = trail(down.rows)
-    inner = sizes.inner.size
+    inner, steps = sizes.inner.size, trail(down.rows)
     assert isinstance(inner, int), "the weights say so"
-    activation = identify_in_columns(result, outs, column, inner, memo)
-    between = cone([result], [*outs, *activation.scalars.values()])
-    return activation, along(_of_result(layout, column, sizes, result), [result, *steps]), [*between, *steps]
+
+    def activated(result: fx.Node) -> tuple[IdentifiedActivation, Way]:
+        activation = identify_in_columns(result, outs, column, inner, memo)
+        between = frozenset(cone([result], [*outs, *activation.scalars.values()]))
+        return activation, replace(start, node=result, layout=_of_result(layout, column, sizes, result), nodes=between)
+
+    end = steps[0]
+    product = arguments(end)["a"] if is_call(end, CAST) else end
+    sides = inputs(product, "self", "other") if is_call(product, aten.mul.Tensor) and start.routing is None else []
+    for result, factor in zip(sides, sides[::-1], strict=True):
+        with contextlib.suppress(NoMatch):
+            read_routing(factor, start.branches)  # before anything is run
+            activation, way = activated(result)
+            way = weigh(way, factor)
+            return activation, replace(
+                way, layout=along(way.layout, steps), nodes=way.nodes | {product, *steps, *trail(factor)}
+            )
+    activation, way = activated(steps[0])
+    return activation, replace(way, layout=along(way.layout, steps), nodes=way.nodes | {*steps})
 
 
 def _alike(left: Layout, right: Layout) -> bool:

@@ -53,9 +53,26 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _check_readers(node: fx.Node, inner: Collection[fx.Node]) -> None:
-    outside = [user for user in node.users if user not in inner and not says_nothing(user)]
+    outside = [user for user in node.users if user not in inner and not says_nothing(user) and not _goes_nowhere(user)]
     if outside:
         raise NoMatch("{} inside the block is also read by {}", node.name, outside[0].name, node=outside[0])
+
+
+def _goes_nowhere(node: fx.Node) -> bool:
+    """Whether nothing needs ``node``: it is dead code, as shapes leave it that were computed and are known."""
+    pending, seen = [node], {node}
+    while pending and len(seen) <= _MAX_DEAD:
+        reader = pending.pop()
+        if reader.is_impure():
+            return False
+        new = [user for user in reader.users if user not in seen]
+        seen.update(new)
+        pending += new
+    return not pending
+
+
+_MAX_DEAD = 16
+"""Nodes of dead code that are followed."""
 
 
 def dying(output: fx.Node, operands: Collection[fx.Node]) -> frozenset[fx.Node]:
@@ -67,7 +84,7 @@ def dying(output: fx.Node, operands: Collection[fx.Node]) -> frozenset[fx.Node]:
     for node in reversed(cone([output], list(operands))):
         if node.op != "call_function" or mutates(node) or not node.users or node in dead:
             continue
-        if all(user in dead or says_nothing(user) for user in node.users):
+        if all(user in dead or says_nothing(user) or _goes_nowhere(user) for user in node.users):
             dead |= {node, *_idle(node)}
     return frozenset(dead)
 

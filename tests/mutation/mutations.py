@@ -14,11 +14,10 @@ from itertools import combinations
 from typing import Any
 
 import torch
+from insertions import aten, insertions, known_same, tensor_of
 from torch import fx
 from torch._guards import detect_fake_mode
 
-aten, prims = torch.ops.aten, torch.ops.prims
-CAST = prims.convert_element_type.default
 _ENDLESS = 1 << 62
 _REPLACEMENTS = 3
 """Other sources that are tried for each edge."""
@@ -55,7 +54,7 @@ def mutations(graph: fx.Graph, region: Sequence[fx.Node]) -> Iterator[Mutation]:
     for node in sorted(region, key=order.__getitem__):
         yield Mutation("read outside", node.name, "one more reader", _read_outside(node.name))
         if node.op != "call_function":
-            yield from _inserted(node)
+            yield from (Mutation(kind, node.name, detail, edit) for kind, detail, edit in insertions(node))
             continue
         yield from _literals(node)
         yield from _twins(node)
@@ -63,7 +62,7 @@ def mutations(graph: fx.Graph, region: Sequence[fx.Node]) -> Iterator[Mutation]:
         yield from _swapped(node)
         yield from _removed(node)
         yield from _rewired(node, order)
-        yield from _inserted(node)
+        yield from (Mutation(kind, node.name, detail, edit) for kind, detail, edit in insertions(node))
         yield Mutation("duplicated", node.name, "one reader has its own", _duplicated(node.name))
     yield from _exchanged(region, order)
 
@@ -79,7 +78,7 @@ def propagate(graph: fx.Graph) -> None:
     assert mode is not None
     with mode, _no_new_guards(mode), _quiet():
         for node in graph.nodes:
-            if node.op != "call_function" or (node.meta.get("val") is not None and not _has_tensor(node)):
+            if node.op != "call_function" or (node.meta.get("val") is not None and not _hastensor_of(node)):
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             try:
@@ -109,14 +108,9 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _has_tensor(node: fx.Node) -> bool:
+def _hastensor_of(node: fx.Node) -> bool:
     val = node.meta["val"]
     return isinstance(val, torch.Tensor) or (isinstance(val, (tuple, list)) and isinstance(val[0], torch.Tensor))
-
-
-def _tensor(node: object) -> torch.Tensor | None:
-    val = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return val if isinstance(val, torch.Tensor) else None
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -283,10 +277,10 @@ def _swapped(node: fx.Node) -> Iterator[Mutation]:
 
 
 def _removed(node: fx.Node) -> Iterator[Mutation]:
-    own = _tensor(node)
+    own = tensor_of(node)
     for source in node.all_input_nodes:
-        given = _tensor(source)
-        if own is not None and given is not None and own.shape == given.shape:
+        given = tensor_of(source)
+        if own is not None and given is not None and known_same(own.shape, given.shape):
 
             def edit(nodes: dict[str, fx.Node], name: str = node.name, other: str = source.name) -> None:
                 nodes[name].replace_all_uses_with(nodes[other])
@@ -298,7 +292,7 @@ def _removed(node: fx.Node) -> Iterator[Mutation]:
 def _rewired(node: fx.Node, order: dict[fx.Node, int]) -> Iterator[Mutation]:
     """Each edge to the nearest other values of equal shape and dtype."""
     for path, source in _leaves([list(node.args), dict(node.kwargs)]):
-        given = _tensor(source)
+        given = tensor_of(source)
         if given is None:
             continue
         alike = [
@@ -311,18 +305,14 @@ def _rewired(node: fx.Node, order: dict[fx.Node, int]) -> Iterator[Mutation]:
 
 
 def _alike(node: fx.Node, like: torch.Tensor) -> bool:
-    val = _tensor(node)
-    return val is not None and val.dtype is like.dtype and _known_same(val.shape, like.shape)
-
-
-def _known_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(str(x) == str(y) for x, y in zip(a, b, strict=True))
+    val = tensor_of(node)
+    return val is not None and val.dtype is like.dtype and known_same(val.shape, like.shape)
 
 
 def _exchanged(region: Sequence[fx.Node], order: dict[fx.Node, int]) -> Iterator[Mutation]:
     """Two values of equal shape that stand for each other: results of one operation, or two parameters."""
     for first, second in combinations(sorted(region, key=order.__getitem__), 2):
-        given = _tensor(second)
+        given = tensor_of(second)
         related = (
             first.op == second.op == "placeholder"
             or (first.target is second.target is operator.getitem and first.args[0] is second.args[0])
@@ -365,106 +355,3 @@ def _duplicated(name: str) -> Callable[[dict[str, fx.Node]], None]:
         next(iter(node.users)).replace_input_with(node, copy)
 
     return edit
-
-
-def _inserted(node: fx.Node) -> Iterator[Mutation]:
-    """An operation more behind a value."""
-    val = _tensor(node)
-    if val is None:
-        return
-    steps = dict(_STEPS[_family(val.dtype)])
-    for axis, size in enumerate(val.shape):
-        if not isinstance(size, int) or size > 1:
-            steps[f"flip({axis})"] = lambda n, axis=axis: [(aten.flip.default, (n, [axis]))]
-            steps[f"roll({axis})"] = lambda n, axis=axis: [(aten.roll.default, (n, [1], [axis]))]
-    if val.dim() >= 2 and _known_same(val.shape[-1:], val.shape[-2:-1]):
-        steps["transposed"] = lambda n: [(aten.transpose.int, (n, -1, -2))]
-    if val.is_floating_point():
-        steps["there and back"] = lambda n, dtype=val.dtype: [
-            (CAST, (n, torch.float8_e4m3fn)), (CAST, (None, dtype))]  # fmt: skip
-        steps["whole numbers"] = lambda n, dtype=val.dtype: [(CAST, (n, torch.int64)), (CAST, (None, dtype))]
-        steps["small ones dropped"] = lambda n: [
-            (aten.gt.Scalar, (n, 0.1)), (aten.where.ScalarOther, (None, n, 0.0))]  # fmt: skip
-        steps["dropout"] = lambda n: [(aten.bernoulli.p, (n, 0.5)), (aten.mul.Tensor, (None, n))]
-    for name, step in steps.items():
-        yield Mutation("inserted", node.name, f"{name} behind {node.target}", _insert(node.name, step))
-    if node.op == "call_function":
-        yield Mutation("in place", node.name, "changed behind its readers' back", _write(node.name))
-
-
-Step = Callable[[fx.Node], list[tuple[Any, tuple[Any, ...]]]]
-"""Calls, one behind the other; None stands for the call before."""
-
-
-def _one(target: Any, *args: Any) -> Step:
-    return lambda n: [(target, (n, *args))]
-
-
-_STEPS: dict[str, dict[str, Step]] = {
-    "float": {
-        "scaled": _one(aten.mul.Tensor, 1.25),
-        "nudged": _one(aten.mul.Tensor, 1.003),
-        "shifted": _one(aten.add.Tensor, 0.125),
-        "negated": _one(aten.neg.default),
-        "doubled": lambda n: [(aten.add.Tensor, (n, n))],
-        "squared": lambda n: [(aten.mul.Tensor, (n, n))],
-        "abs": _one(aten.abs.default),
-        "relu": _one(aten.relu.default),
-        "clamp_max": _one(aten.clamp_max.default, 3.0),
-        "clamp_min": _one(aten.clamp_min.default, -3.0),
-        "rounded": _one(aten.round.default),
-        "nan_to_num": _one(aten.nan_to_num.default),
-        "noise": lambda n: [(aten.rand_like.default, (n,)), (aten.add.Tensor, (None, n))],
-    },
-    "int": {
-        "one more": _one(aten.add.Tensor, 1),
-        "bounded": _one(aten.clamp.default, 1, 6),
-        "remainder": _one(aten.remainder.Scalar, 5),
-        "flipped bit": _one(aten.bitwise_xor.Scalar, 1),
-        "one changed": lambda n: [(aten.eq.Scalar, (n, 3)), (aten.where.ScalarSelf, (None, 2, n))],
-    },
-    "bool": {"negated": _one(aten.logical_not.default)},
-    "byte": {},
-}
-
-
-def _family(dtype: torch.dtype) -> str:
-    if dtype is torch.bool:
-        return "bool"
-    if dtype.is_floating_point:
-        return "float" if dtype.itemsize > 1 else "byte"
-    return "int"
-
-
-def _insert(name: str, step: Step) -> Callable[[dict[str, fx.Node]], None]:
-    def edit(nodes: dict[str, fx.Node]) -> None:
-        node = nodes[name]
-        users = list(node.users)
-        last = _last_of(node)
-        for target, args in step(node):
-            with node.graph.inserting_after(last):
-                new = node.graph.call_function(target, tuple(last if arg is None else arg for arg in args))
-            new.meta.update({key: value for key, value in node.meta.items() if key != "val"})
-            last = new
-        for user in users:
-            user.replace_input_with(node, last)
-
-    return edit
-
-
-def _write(name: str) -> Callable[[dict[str, fx.Node]], None]:
-    def edit(nodes: dict[str, fx.Node]) -> None:
-        node = nodes[name]
-        val = node.meta["val"]
-        write = (aten.logical_not_.default, (node,)) if val.dtype is torch.bool else (aten.mul_.Tensor, (node, 2))
-        with node.graph.inserting_after(next(iter(node.users))):
-            node.graph.call_function(*write)
-
-    return edit
-
-
-def _last_of(node: fx.Node) -> fx.Node:
-    """The node behind which calls may stand: inputs stand together."""
-    if node.op != "placeholder":
-        return node
-    return list(node.graph.find_nodes(op="placeholder"))[-1]

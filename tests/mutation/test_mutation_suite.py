@@ -7,15 +7,26 @@ hours; ``FP4_INDUCTOR_MUTANTS=300`` tries as many of each.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from capture import capture
 from fp4_inductor.patterns.rows import RowOrder
 from mutations import Mutation
 from suite import Case, Subject, Verdict, sample
 
 from fp4_inductor.matching import Recognition
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "patterns"))
+
+import branch_spellings
+import loop_spellings
+from branch_spellings import BranchMoE
+from loop_spellings import LoopMoE
 
 pytest.importorskip("transformers", reason="needs transformers' models")
 
@@ -45,6 +56,30 @@ def test_no_mutant_is_read_wrongly(seed: int, case: Case) -> None:
     problems = [str(verdict) for verdict in verdicts if verdict.problem]
     assert not problems, f"{outcomes}\n" + "\n".join(problems)
     assert outcomes["refused"] >= len(verdicts) / 5, f"these mutations change too little: {outcomes}"
+
+
+OWN = {
+    "all experts": lambda: BranchMoE(branch_spellings.gpt_oss),
+    "all experts, one-hot": lambda: BranchMoE(branch_spellings.one_hot),
+    "gathered": lambda: BranchMoE(branch_spellings.gpt_fast),
+    "weights go in": lambda: BranchMoE(branch_spellings.gathered_weighted_before),
+    "loop": lambda: LoopMoE(loop_spellings.where_index_add),
+    "loop over all tokens": lambda: LoopMoE(loop_spellings.masked_sum, storage="own", apart=True),
+}
+"""Own model code in the forms that transformers does not write."""
+
+
+@pytest.mark.parametrize(("seed", "name"), list(enumerate(OWN)))
+def test_no_mutant_of_own_code_is_read_wrongly(seed: int, name: str) -> None:
+    torch.manual_seed(seed)
+    model = OWN[name]().eval().requires_grad_(False)
+    hidden = torch.randn(14, loop_spellings.H).bfloat16()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        subject = Subject(capture(model, hidden, dynamic=isinstance(model, LoopMoE)))
+    chosen = subject.mutations if MUTANTS == "all" else sample(subject.mutations, int(MUTANTS), seed)
+    verdicts = [subject.judge(mutation) for mutation in chosen]
+    problems = [str(verdict) for verdict in verdicts if verdict.problem]
+    assert not problems, "\n".join(problems)
 
 
 def test_the_suite_finds_a_recogniser_that_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

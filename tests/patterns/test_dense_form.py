@@ -176,8 +176,25 @@ def swapped_picks(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
     return (out * r.weights[..., None]).sum(1)
 
 
+def inner_rows(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
+    """``[T, k, I]``, times routing weights."""
+    inner = swiglu(torch.einsum("th,tknh->tkn", x, self.weight("w13")[r.ids]))
+    return inner * r.weights[..., None]
+
+
+def biased_behind_the_weights(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
+    rows = torch.einsum("tki,tkhi->tkh", inner_rows(self, x, r), self.weight("w2")[r.ids]) + self.b2[r.ids]
+    return rows.sum(1)
+
+
+def weighted_inside_and_behind(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
+    rows = torch.einsum("tki,tkhi->tkh", inner_rows(self, x, r), self.weight("w2")[r.ids])
+    return (rows * r.weights[..., None]).sum(1)
+
+
 WRONG: tuple[Spelling, ...] = (
-    other_tokens_scores, scattered_along_tokens, clamped_scores, shifted_scores, masked_by_size, filled,
+    biased_behind_the_weights, weighted_inside_and_behind, other_tokens_scores, scattered_along_tokens,
+    clamped_scores, shifted_scores, masked_by_size, filled,
     masked_with_a_rest, masked_the_other_way, masked_twice_over, scattered_twice_over, masked_before_sigmoid,
     summed_over_tokens, scores_not_transposed, tokens_biases, experts_in_other_order, tokens_for_experts, averaged,
     unweighted, weighted_twice, weighted_before_and_after, weighted_before_a_bias, joined_by_a_weight,
