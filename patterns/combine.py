@@ -90,7 +90,7 @@ def read_combine(
         if norm is None:
             raise
     raise NoMatch(
-        "{} normalises what each expert gives before it is weighted; no fused kernel does that", norm.name, node=norm
+        "a norm of what each expert gives comes before its weight; no fused kernel normalises there", node=norm
     )
 
 

@@ -9,7 +9,7 @@ combine over branches.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -100,7 +100,7 @@ def read_branches(ups: Sequence[BranchGemm], down: BranchGemm, memo: Memo, *, we
         combine = combine_branches(way, sizes.tokens, sizes.out)
         if weight_on_input:
             _check_idle_experts(first, last, branches)
-    steps = [inner.nodes, combine.nodes, *(one.nodes for one in given)]
+    steps: list[Iterable[fx.Node]] = [inner.nodes, combine.nodes, *(one.nodes for one in given)]
     for gemm, biased in zip((*ups, down), (*first, last), strict=True):
         steps += [gemm.nodes, biased.nodes, trail(gemm.rows), [node for node, _ in onward(biased.node, biased.layout)]]
     return Block(

@@ -27,7 +27,7 @@ from .picks import Picks
 from .probing import cone
 from .rows import is_choice
 from .signature import Memo
-from .weights import join_halves, stack_experts
+from .weights import Bound, join_halves, stack_experts
 
 NAME = "expert_loop"
 
@@ -195,7 +195,7 @@ def _stacked_biases(halves: Sequence[Sequence[fx.Node | None]]) -> Source | None
         return None
     if len(present) != len(parts):
         raise NoMatch("some linear layers of the experts have a bias, others do not", node=present[0])
-    return Assembled(partial(stacked_rows, len(halves)), present)
+    return Assembled(Bound(stacked_rows, (len(halves),)), present)
 
 
 def stacked_rows(halves: int, *vectors: torch.Tensor) -> torch.Tensor:

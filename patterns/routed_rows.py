@@ -28,7 +28,7 @@ from .probing import cone
 from .rows import RowOrder, is_choice, unbounded
 from .scores import in_dtype
 from .signature import Memo
-from .weights import join_halves, join_sources
+from .weights import Bound, join_halves, join_sources
 
 
 def candidates(gemms: Sequence[fx.Node], misses: Misses) -> Iterator[Candidate]:
@@ -125,7 +125,7 @@ def _as_multiplied(combine: Combine) -> Source:
     """The routing weights as a fused op takes them: in the dtype in which they multiply."""
     if dtype(combine.weights) is combine.weights_dtype:
         return combine.weights
-    return Assembled(partial(in_dtype, dtype=combine.weights_dtype), (combine.weights,))
+    return Assembled(Bound(in_dtype, (combine.weights_dtype,)), (combine.weights,))
 
 
 def _top_k(ids: fx.Node, num_experts: object) -> int:

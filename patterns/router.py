@@ -22,6 +22,7 @@ from .router_formulas import router_reference, score, weights_of
 from .router_piece import MAX_NODES, PRODUCTS, RouterDraw, RouterPiece, cut, draws, is_float
 from .signature import Memo, signature
 from .steps import CLAMPS, SELECTING, close, name_of, numbers
+from .weights import Bound
 
 __all__ = ["IdentifiedRouter", "identify_router", "router_reference"]
 
@@ -130,7 +131,7 @@ def _operands(piece: RouterPiece, literal: float) -> dict[Operand, Source]:
     if len(scalars) == 1 and literal == 1 and shape_hint(scalars[0]) == ():
         operands[Operand.ROUTER_SCALE] = scalars[0]
     elif scalars:
-        operands[Operand.ROUTER_SCALE] = Assembled(partial(_scaled_product, literal), scalars)
+        operands[Operand.ROUTER_SCALE] = Assembled(Bound(_scaled_product, (literal,)), scalars)
     return operands
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 
 import torch
@@ -35,6 +34,7 @@ from .graph_tools import (
 )
 from .probing import cone
 from .rows import is_choice
+from .weights import Bound
 
 _MAX_STEPS = 12
 """Steps between a mask and the scores it ends in."""
@@ -76,7 +76,7 @@ def read_scores(node: fx.Node, num_experts: int, read_as: torch.dtype) -> Scores
         feeds = {ids: Feed(Operand.TOPK_IDS), weights: Feed(Operand.TOPK_WEIGHTS)}
         read: Source = weights
         if dtype(weights) is not read_as:
-            read = Assembled(partial(in_dtype, dtype=read_as), (weights,))
+            read = Assembled(Bound(in_dtype, (read_as,)), (weights,))
         return Scores(layout, ids, read, feeds, frozenset(cone([node], feeds)))
     chosen = _differs_at(node, num_experts, 0.0)
     if chosen is None or not same_shape(chosen, (*shape(node)[:-1], shape(chosen)[-1])):
@@ -86,17 +86,17 @@ def read_scores(node: fx.Node, num_experts: int, read_as: torch.dtype) -> Scores
             node.name,
             node=node,
         )
-    at_chosen = Assembled(partial(_at_the_chosen, dtype=read_as), (node, chosen))
+    at_chosen = Assembled(Bound(_at_the_chosen, (read_as,)), (node, chosen))
     feed = Feed(Operand.TOPK_WEIGHTS, spread=True)
     return Scores(_layout(node), chosen, at_chosen, {node: feed}, frozenset())
 
 
-def _at_the_chosen(matrix: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _at_the_chosen(dtype: torch.dtype, matrix: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The routing weights ``[..., k]`` of a matrix ``[..., E]`` at ids ``[..., k]``, as they multiply."""
     return matrix.gather(-1, ids).to(dtype)
 
 
-def in_dtype(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def in_dtype(dtype: torch.dtype, weights: torch.Tensor) -> torch.Tensor:
     """The routing weights ``[T, k]`` as they multiply."""
     return weights.to(dtype)
 

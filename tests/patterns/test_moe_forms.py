@@ -243,7 +243,7 @@ def reduced_by_the_largest(self: UserMoE, x: Tensor, ids: Tensor, weights: Tenso
 @pytest.mark.parametrize(
     ("experts", "reason"),
     [
-        (normalised_experts, "normalises what each expert gives"),
+        (normalised_experts, "a norm of what each expert gives"),
         (added_to_a_residual, "as an addition of its own"),
         (scaled_tokens, ""),
         (weighted_twice, ""),
