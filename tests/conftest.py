@@ -53,9 +53,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _isolated() -> Iterator[None]:
-    """Seed torch, and forget what Dynamo compiled; neither is imported for tests that do without."""
+    """Seed torch, and forget what Dynamo compiled; neither is imported for tests that do without.
+
+    Contractions of three operands run as they are written: opt_einsum, where it is installed, turns them around.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+        sys.modules["torch.backends.opt_einsum"].enabled = False  # type: ignore[attr-defined]
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()

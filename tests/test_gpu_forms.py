@@ -28,12 +28,6 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _written_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract in the order that is written, not in one that depends on what is installed."""
-    monkeypatch.setattr(torch.backends.opt_einsum, "enabled", False)
-
-
 def check(model: torch.nn.Module, *shapes: tuple[int, ...], **config: Any) -> None:
     """Compile ``model`` and call it; the first call of each graph compares the block as written with the fused op."""
     torch._dynamo.reset()
