@@ -87,7 +87,7 @@ class Match:
     """One recognised MoE block.
 
     ``output`` has T*H elements and is replaced; ``nodes`` is the region that this makes dead; ``operands``
-    say where what the fused op reads comes from (activations and routing are single nodes). ``grade`` is
+    say where what the fused op reads comes from (hidden states and expert ids are single nodes). ``grade`` is
     "full" where the router was recognised too (``spec.router`` says how), else "experts".
     """
 

@@ -1,4 +1,17 @@
-"""Recognition: one file a form or idiom."""
+"""Recognition: one file a form or idiom.
+
+``search`` asks every form for candidates, and takes a block that both readings agree on::
+
+    forms       routed_rows (grouped_mm, batched_mm; gemm, rows, masks, combine)
+                dense (all experts, or gathered weights; axes, branches, column_major, branch_combine, scores)
+                expert_loop (expert_chain, expert_share, expert_stack, picks, picked)
+    pieces      dequantize (packed, provenance, decoding, packing, weights)
+                activation (activation_catalogue, steps)
+                router (router_piece, router_catalogue, router_formulas)
+    structure   block: what a form reads; region, writes, assertions: that nothing else is in it or reads it
+    numbers     proof, miniature: the whole block on probes; probing, resizing: any piece
+    besides     graph_tools, signature (equal layers once), near_misses (why the rest was not)
+"""
 
 from __future__ import annotations
 
