@@ -265,6 +265,8 @@ def _between(
     end = steps[0]
     product = arguments(end)["a"] if is_call(end, CAST) else end
     sides = inputs(product, "self", "other") if is_call(product, aten.mul.Tensor) and start.routing is None else []
+    if not all(isinstance(side, fx.Node) for side in sides):
+        sides = []
     for result, factor in zip(sides, sides[::-1], strict=True):
         with contextlib.suppress(NoMatch):
             read_routing(factor, start.branches)  # before anything is run

@@ -192,7 +192,13 @@ def weighted_inside_and_behind(self: BranchMoE, x: Tensor, r: Routing) -> Tensor
     return (rows * r.weights[..., None]).sum(1)
 
 
+def scaled_inside(self: BranchMoE, x: Tensor, r: Routing) -> Tensor:
+    inner = swiglu(torch.einsum("th,enh->etn", x, self.weight("w13"))) * 1.003
+    return (torch.einsum("eti,ehi->teh", inner, self.weight("w2")) * scattered(r)[..., None]).sum(1)
+
+
 WRONG: tuple[Spelling, ...] = (
+    scaled_inside,
     biased_behind_the_weights, weighted_inside_and_behind, other_tokens_scores, scattered_along_tokens,
     clamped_scores, shifted_scores, masked_by_size, filled,
     masked_with_a_rest, masked_the_other_way, masked_twice_over, scattered_twice_over, masked_before_sigmoid,
