@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..matching import NoMatch
-from .graph_tools import CAST, arguments, aten, is_call, permutation, same, shape, value, viewed
+from .graph_tools import CAST, arguments, aten, is_call, num_elements, permutation, same, shape, value, viewed
 
 Size: TypeAlias = "int | torch.SymInt"
 
@@ -43,13 +43,13 @@ def laid_out(sizes: Sequence[Size], *names: tuple[str, int]) -> Layout:
     left, dims = list(sizes), list[Dimension]()
     for name, count in names:
         mine, left = left[:count], left[count:]
-        dims += _digits(Axis(name, _product(mine)), mine)
+        dims += _digits(Axis(name, num_elements(mine)), mine)
     return tuple(dims)
 
 
 def axis_over(name: str, sizes: Sequence[Size]) -> Axis:
     """The axis ``name`` whose digits are dimensions of ``sizes``."""
-    return Axis(name, _product(sizes))
+    return Axis(name, num_elements(sizes))
 
 
 def axes(layout: Layout) -> Dimension:
@@ -139,7 +139,7 @@ def regrouped(node: fx.Node, flat: Sequence[Axis], sizes: Sequence[Size]) -> Lay
             wanted.pop(0)
             continue
         for taken, made in sorted(product(range(1, len(left) + 1), range(1, len(wanted) + 1)), key=sum):
-            whole = same(_product([axis.size for axis in left[:taken]]), _product(wanted[:made]))
+            whole = same(num_elements([axis.size for axis in left[:taken]]), num_elements(wanted[:made]))
             if whole and 1 in (taken, made):
                 break
         else:
@@ -170,13 +170,6 @@ def _joined(flat: Iterable[Axis]) -> Dimension:
     return tuple(found)
 
 
-def _product(sizes: Sequence[Size]) -> Size:
-    count: Size = 1
-    for size in sizes:
-        count = count * size
-    return count
-
-
 def unified(left: Dimension, right: Dimension) -> Dimension | None:
     """What two dimensions that meet in a product run over, or None where they run over different things.
 
@@ -192,7 +185,7 @@ def unified(left: Dimension, right: Dimension) -> Dimension | None:
             continue
         if not a.free:
             mine, other, a, b = other, mine, b, a
-        met = next((n for n in range(1, len(other) + 1) if same(_product([x.size for x in other[:n]]), a.size)), 0)
+        met = next((n for n in range(1, len(other) + 1) if same(num_elements([x.size for x in other[:n]]), a.size)), 0)
         if not a.free or not met:
             return None
         found += other[:met]

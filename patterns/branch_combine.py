@@ -15,15 +15,14 @@ from .block import Feed
 from .branches import onward, read_ids, slot_layout, values_of
 from .graph_tools import (
     CAST,
-    NARROW,
     arguments,
     aten,
     dtype,
     inputs,
     is_call,
     is_iota,
+    narrowed,
     numel,
-    readers,
     same,
     same_shape,
     shape,
@@ -125,9 +124,7 @@ def combine_branches(way: Way, tokens: Axis, out: Axis) -> BranchCombine:
         way = _step(way, users[0])
     shown = [node for node, layout in onward(way.node, way.layout) if runs_over(layout, tokens, out)]
     output = next((node for node in reversed(shown) if len(shape(node)) == 2), way.node)
-    found = readers(output)
-    if len(found) == 1 and is_call(found[0][0], CAST) and dtype(found[0][0]) in NARROW:
-        output = found[0][0]
+    output = narrowed(output)
     return BranchCombine(output, way.routing, way.nodes | {output, *shown})
 
 

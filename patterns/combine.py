@@ -16,13 +16,13 @@ from .axes import Axis, Size, axes, axis_over, regrouped
 from .branch_combine import Branches, Way, combine_branches
 from .graph_tools import (
     CAST,
-    NARROW,
     arguments,
     aten,
     dtype,
     inputs,
     is_call,
     is_zero,
+    narrowed,
     numel,
     only_reader,
     readers,
@@ -276,8 +276,5 @@ _NORM_STEPS = 10
 def _finish(state: _Rows, total: fx.Node) -> Combine:
     """The output is the sum, or its cast where that is all that is read of it."""
     weights = _weighted(state, total)
-    output = total
-    found = readers(total)
-    if len(found) == 1 and is_call(found[0][0], CAST) and dtype(found[0][0]) in NARROW:
-        output = found[0][0]
+    output = narrowed(total)
     return Combine(output, weights, state.weights_dtype or dtype(weights), state.nodes | {output}, state.masked)

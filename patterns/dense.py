@@ -29,7 +29,7 @@ from .graph_tools import CAST, arguments, aten, dtype, inputs, is_call, same, sh
 from .near_misses import Misses
 from .probing import cone
 from .signature import Memo
-from .weights import join_halves, join_sources
+from .weights import check_fit, join_halves, join_sources
 
 DENSE = "dense"
 GATHERED = "batched_mm"
@@ -80,7 +80,7 @@ def read_branches(ups: Sequence[BranchGemm], down: BranchGemm, memo: Memo, *, we
     with stage(0.5):
         w13, k_first = _packed(ups, memo)
         w2, down_k_first = _packed([down], memo)
-        _check_sizes(w13, w2, down)
+        check_fit(w13, w2, down.node)
     with stage(0.4):
         given = [_read_input(up.rows, w13.shape[2], branches, weighted=weight_on_input) for up in ups]
         hidden = _same_input(given, ups)
@@ -166,14 +166,6 @@ def _packed(gemms: Sequence[BranchGemm], memo: Memo) -> tuple[PackedWeight, bool
     if any(transposed != found[0][1] for _, transposed in found):
         raise NoMatch("gate and up are stored in different orders", node=gemms[-1].node)
     return join_halves([packed for packed, _ in found]), found[0][1]
-
-
-def _check_sizes(w13: PackedWeight, w2: PackedWeight, down: BranchGemm) -> None:
-    if w13.format != w2.format:
-        raise NoMatch("the projections are packed as {} and as {}", w13.format, w2.format, node=down.node)
-    (experts, rows, columns), (experts_2, width, intermediate) = w13.shape, w2.shape
-    if experts != experts_2 or columns != width or rows not in (intermediate, 2 * intermediate):
-        raise NoMatch("weights {} and {} do not fit together", w13.shape, w2.shape, node=down.node)
 
 
 def _read_input(rows: fx.Node, width: int, branches: Branches, *, weighted: bool) -> Way:

@@ -21,13 +21,13 @@ from .dequantize import identify_expert
 from .expert_chain import Chain, Linear, first_layers, group_by_sum, read_chain, read_linear, starts_from_nothing
 from .expert_share import ExpertShare, read_share
 from .expert_stack import StackSum, read_stack
-from .graph_tools import CAST, dtype, inputs, is_call, numel, readers, same, shape, source, stage
+from .graph_tools import dtype, inputs, is_call, narrowed, numel, same, shape, source, stage
 from .near_misses import Misses
 from .picks import Picks
 from .probing import cone
 from .rows import is_choice
 from .signature import Memo
-from .weights import Bound, join_halves, stack_experts
+from .weights import Bound, check_fit, join_halves, stack_experts
 
 NAME = "expert_loop"
 
@@ -66,10 +66,12 @@ def read_expert_loop(chains: Sequence[Chain], start: object, memo: Memo) -> Bloc
         ordered = [share.chain for share in shares]
         w13 = join_halves([_stacked([chain.ups[half] for chain in ordered], memo) for half in _halves(ordered)])
         w2 = _stacked([chain.down for chain in ordered], memo)
-        _check_sizes(w13, w2, hidden, ordered[0])
+        check_fit(w13, w2, ordered[0].down.node)
+        if not same(shape(hidden)[-1], w2.shape[1]):
+            raise NoMatch("{} is not one row of {} for every token", hidden.name, w2.shape[1], node=hidden)
     with stage(0.6):
         activation = _common_activation(ordered, w2.shape[2], memo)
-    output = _output(total.output)
+    output = narrowed(total.output)
     biases = [[up.bias for up in chain.ups] for chain in ordered]
     steps = [share.nodes for share in shares] + [_between(chain, activation) for chain in ordered]
     return Block(
@@ -204,15 +206,6 @@ def stacked_rows(halves: int, *vectors: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.stack(vectors[i : i + count]) for i in range(0, len(vectors), count)], dim=1)
 
 
-def _check_sizes(w13: PackedWeight, w2: PackedWeight, hidden: fx.Node, chain: Chain) -> None:
-    node = chain.down.node
-    if w13.format != w2.format:
-        raise NoMatch("the projections are packed as {} and as {}", w13.format, w2.format, node=node)
-    (_, rows, columns), (_, width, intermediate) = w13.shape, w2.shape
-    if columns != width or rows not in (intermediate, 2 * intermediate) or not same(shape(hidden)[-1], width):
-        raise NoMatch("weights {} and {} do not fit together", w13.shape, w2.shape, node=node)
-
-
 def _common_activation(chains: Sequence[Chain], intermediate: int, memo: Memo) -> IdentifiedActivation:
     found = [
         identify_activation(source(chain.down.rows), tuple(up.out for up in chain.ups), intermediate, memo)
@@ -252,11 +245,3 @@ def _total(chains: Sequence[Chain], picks: Picks) -> StackSum:
     if any(chain.joint.place is not None for chain in chains):
         return read_stack(end, len(chains), picks, weighted=bool(chains[0].factors))
     return StackSum(end, None, frozenset())
-
-
-def _output(total: fx.Node) -> fx.Node:
-    """The sum, or its cast where that is all that is read of it."""
-    found = readers(total)
-    if len(found) == 1 and is_call(found[0][0], CAST) and dtype(found[0][0]) in (torch.bfloat16, torch.float16):
-        return found[0][0]
-    return total

@@ -37,7 +37,7 @@ _VIEWS = frozenset(
 _PERMUTES = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
 _SHOWING = (*_VIEWS, *_PERMUTES, aten.expand.default, aten.select.int)
 CAST = prims.convert_element_type.default
-NARROW = (torch.bfloat16, torch.float16)
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
@@ -101,10 +101,15 @@ def dtype(node: fx.Node) -> torch.dtype:
 
 
 def numel(node: fx.Node) -> int | torch.SymInt:
-    count: int | torch.SymInt = 1
-    for size in shape(node):
-        count = count * size
-    return count
+    return num_elements(shape(node))
+
+
+def num_elements(sizes: Iterable[int | torch.SymInt]) -> int | torch.SymInt:
+    """How many elements dimensions of ``sizes`` have."""
+    total: int | torch.SymInt = 1
+    for size in sizes:
+        total = total * size
+    return total
 
 
 def same(a: object, b: object) -> bool:
@@ -201,6 +206,14 @@ def readers(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
             elif not is_size(user) and not is_call(user, aten._assert_tensor_metadata.default):
                 found.append((user, shown))
     return found
+
+
+def narrowed(total: fx.Node) -> fx.Node:
+    """``total``, or its cast to a 16-bit float where that is all that is read of it."""
+    found = readers(total)
+    if len(found) == 1 and is_call(found[0][0], CAST) and dtype(found[0][0]) in _NARROW:
+        return found[0][0]
+    return total
 
 
 def only_reader(node: fx.Node, what: str) -> tuple[fx.Node, fx.Node]:

@@ -28,7 +28,7 @@ from .probing import cone
 from .rows import RowOrder, is_choice, unbounded
 from .scores import in_dtype
 from .signature import Memo
-from .weights import Bound, join_halves, join_sources
+from .weights import Bound, check_fit, join_halves, join_sources
 
 
 def candidates(gemms: Sequence[fx.Node], misses: Misses) -> Iterator[Candidate]:
@@ -83,7 +83,8 @@ def read_routed_rows(
     with stage(0.5):
         w13 = join_halves([_packed(up, memo) for up in ups])
         w2 = _packed(down, memo)
-        _check_sizes(w13, w2, given.hidden, first, top_k)
+        check_fit(w13, w2, first.node)
+        _check_tokens(given.hidden, first, w2.shape[1], top_k)
     with stage(0.6):
         result = source(down.rows)
         activation = identify_activation(result, tuple(p.out for p in projections), w2.shape[2], memo)
@@ -189,12 +190,7 @@ def _packed(gemm: ExpertGemm, memo: Memo) -> PackedWeight:
     return packed
 
 
-def _check_sizes(w13: PackedWeight, w2: PackedWeight, hidden: fx.Node, up: ExpertGemm, top_k: int) -> None:
-    if w13.format != w2.format:
-        raise NoMatch("the projections are packed as {} and as {}", w13.format, w2.format, node=up.node)
-    (experts, rows, columns), (experts_2, width, intermediate) = w13.shape, w2.shape
-    if experts != experts_2 or columns != width or rows not in (intermediate, 2 * intermediate):
-        raise NoMatch("weights {} and {} do not fit together", w13.shape, w2.shape, node=up.node)
+def _check_tokens(hidden: fx.Node, up: ExpertGemm, width: int, top_k: int) -> None:
     sizes = shape(hidden)
     if not same(sizes[-1], width) or not same(numel(hidden) * top_k, numel(up.order.ids) * width):
         raise NoMatch("{} is not one row of {} for every token", hidden.name, width, node=hidden)

@@ -12,7 +12,7 @@ from ..matching import Match, NoMatch, Recognition, Source, nodes_of
 from ..spec import GivenRouting, MoESpec, Operand, RouterSpec, TokenRange
 from . import dense, expert_loop, routed_rows
 from .block import Block, Candidate
-from .graph_tools import dtype, location, numel, same, shape, stage, tensor
+from .graph_tools import dtype, location, num_elements, numel, same, shape, stage, tensor
 from .near_misses import Misses
 from .packed import packed_gemms, packed_roots
 from .proof import prove
@@ -102,7 +102,7 @@ def _described(block: Block, memo: Memo) -> Match:
         act_dtype=dtype(block.hidden),
         weights_dtype=block.weights_dtype or dtype(nodes_of(block.weights)[0]),
         out_dtype=dtype(block.output),
-        num_tokens=_token_range(_tokens(block.hidden)),
+        num_tokens=_token_range(num_elements(shape(block.hidden)[:-1])),
         router=router,
         w13_order=block.order,
         weights_transposed=block.k_first,
@@ -132,13 +132,6 @@ def _router(block: Block, memo: Memo) -> tuple[RouterSpec | GivenRouting, dict[O
         logger.debug("%s: routing is taken as given: %s", location(block.output), miss)
         return GivenRouting(), {}
     return found.spec, dict(found.operands)
-
-
-def _tokens(hidden: fx.Node) -> int | torch.SymInt:
-    count: int | torch.SymInt = 1
-    for size in shape(hidden)[:-1]:
-        count = count * size
-    return count
 
 
 def _token_range(size: int | torch.SymInt) -> TokenRange:

@@ -135,6 +135,19 @@ def holds_one(source: Source) -> bool:
     return isinstance(source, fx.Node) and source.meta["val"].numel() == 1
 
 
+def check_fit(w13: PackedWeight, w2: PackedWeight, gemm: fx.Node) -> None:
+    """Refuse projections that are not those of one block; ``gemm`` is where.
+
+    Raises:
+        NoMatch: they have other formats, experts or sizes.
+    """
+    if w13.format != w2.format:
+        raise NoMatch("the projections are packed as {} and as {}", w13.format, w2.format, node=gemm)
+    (experts, rows, columns), (experts_2, width, intermediate) = w13.shape, w2.shape
+    if experts != experts_2 or columns != width or rows not in (intermediate, 2 * intermediate):
+        raise NoMatch("weights {} and {} do not fit together", w13.shape, w2.shape, node=gemm)
+
+
 def join_sources(parts: Sequence[fx.Node | None]) -> Source | None:
     """The biases ``[E, N]`` of gate and up, in one; None where there are none.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, VOCAB, randomize_biases
+from models import COMMON, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, VOCAB, randomize_biases
 from torch import nn
 
 from fp4_inductor.modules import transposed_experts
@@ -24,17 +24,8 @@ from fp4_inductor.modules import transposed_experts
 DECORATOR = "@use_experts_implementation"
 
 _COMMON: dict[str, Any] = {
-    "hidden_size": HIDDEN,
+    **COMMON,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     # Experts, by every name that families give them.
     "moe_intermediate_size": INTERMEDIATE,
     "num_experts": EXPERTS,

@@ -10,7 +10,7 @@ from torch import nn
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCAB = 128, 96, 8, 2, 64
 """All different, so that no shape can be taken for another."""
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -70,7 +70,7 @@ def tiny_model(
     """A random causal language model of family ``name``, in evaluation mode; ``config`` overrides its sizes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {**_COMMON, "num_experts_per_tok": TOP_K, **CONFIGS.get(name, {}), **config}
+    settings = {**COMMON, "num_experts_per_tok": TOP_K, **CONFIGS.get(name, {}), **config}
     torch.manual_seed(seed)
     model_config = AutoConfig.for_model(name, num_hidden_layers=layers, **settings)
     model = AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
