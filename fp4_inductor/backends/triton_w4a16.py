@@ -7,7 +7,6 @@ re-layout; one layout serves every token count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from ..device import DeviceInfo
 from ..formats import FORMATS, MXFP4, NVFP4, BlockFormat
 from ..kernels.w4a16_config import FAMILIES, configs, shared_memory
-from ..layouts.gate_up import to_gate_up_halves
+from ..layouts.gate_up import to_granules
 from ..layouts.lane_scales import absorb_scale_signs, e4m3_bytes, e4m3_rows, e8m0_bytes, e8m0_rows, to_scale_words
 from ..layouts.lane_words import ROWS, to_lane_words
 from ..plan import KernelPlan, Prepared
@@ -42,7 +41,6 @@ def _moe(call: ExpertsCall) -> torch.Tensor:
         weights(call.w13),
         weights(call.w2),
         call.activation,
-        up_first=call.w13_order is GateUpOrder.UP_GATE,
         e4m3=call.weight_format.scale_encoding == "e4m3",
     )
     return run_experts(call.hidden, call.topk_ids, call.topk_weights, experts, call.out_dtype)
@@ -60,12 +58,10 @@ class TritonW4A16Backend:
         return 50
 
     def plan(self, spec: MoESpec, device: DeviceInfo) -> KernelPlan:
-        interleaved = spec.activation.gated and spec.w13_order is GateUpOrder.INTERLEAVED
-        halves = 2 if spec.activation.gated else 1
-        w13 = _weight("w13", spec.weight_format, halves, interleaved, spec.has_w13_bias)
-        w2 = _weight("w2", spec.weight_format, 1, False, False)
-        order = GateUpOrder.GATE_UP if interleaved else spec.w13_order
-        args = experts_args(spec, **w13, **w2, w13_order=order)
+        order = spec.w13_order if spec.activation.gated else None
+        w13 = _weight("w13", spec.weight_format, order, spec.has_w13_bias)
+        w2 = _weight("w2", spec.weight_format, None, False)
+        args = experts_args(spec, **w13, **w2, w13_order=spec.w13_order)
         return KernelPlan(self.op, args, layout="lane words, 64x64 tiles", padding=_padding(spec))
 
 
@@ -113,67 +109,57 @@ def _padding(spec: MoESpec) -> str:
 
 
 @cache
-def _weight(name: str, fmt: BlockFormat, halves: int, interleaved: bool, bias: bool) -> dict[str, Prepared]:
+def _weight(name: str, fmt: BlockFormat, order: GateUpOrder | None, bias: bool) -> dict[str, Prepared]:
     """Arguments of ``experts_args`` for one weight. Cached, so that equal layers share their recipes."""
     codes, scale, glob = Operand(name), Operand(f"{name}_scale"), Operand(f"{name}_global")
-    rows = _Rows(halves, interleaved)
 
     def prepared(suffix: str, fn: partial[torch.Tensor], *of: Operand) -> Prepared:
         return Prepared(f"{name}{suffix}_w4a16", fn, of)
 
     if fmt.scale_encoding == "e4m3":
         ready = {
-            name: prepared("", partial(_e4m3_codes, rows), codes, scale),
-            f"{name}_scale": prepared("_scale", partial(_e4m3_scales, rows), scale),
-            f"{name}_global": prepared("_rows", partial(_e4m3_rows, rows), scale, glob),
+            name: prepared("", partial(_e4m3_codes, order), codes, scale),
+            f"{name}_scale": prepared("_scale", partial(_e4m3_scales, order), scale),
+            f"{name}_global": prepared("_rows", partial(_e4m3_rows, order), scale, glob),
         }
     else:
         ready = {
-            name: prepared("", partial(_e8m0_codes, rows), codes),
-            f"{name}_scale": prepared("_scale", partial(_e8m0_scales, rows), scale),
-            f"{name}_global": prepared("_rows", partial(_e8m0_rows, rows), scale),
+            name: prepared("", partial(_e8m0_codes, order), codes),
+            f"{name}_scale": prepared("_scale", partial(_e8m0_scales, order), scale),
+            f"{name}_global": prepared("_rows", partial(_e8m0_rows, order), scale),
         }
     if bias:
-        ready[f"{name}_bias"] = prepared("_bias", partial(_pad_rows, rows), Operand(f"{name}_bias"))
+        ready[f"{name}_bias"] = prepared("_bias", partial(_rows, order), Operand(f"{name}_bias"))
     return ready
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """How the rows of a weight come: in one or two halves, or gate and up interleaved."""
-
-    halves: int
-    interleaved: bool
-
-
-def _pad_rows(rows: _Rows, tensor: torch.Tensor) -> torch.Tensor:
-    """[E, N, ...] de-interleaved, each half padded with zeros to a multiple of 64 rows."""
-    if rows.interleaved:
-        tensor = to_gate_up_halves(tensor)
-    halves = tensor.reshape(tensor.shape[0], rows.halves, -1, *tensor.shape[2:])
-    padding = (0, 0) * (tensor.dim() - 2) + (0, -halves.shape[2] % ROWS)
-    return F.pad(halves, padding).flatten(1, 2).contiguous()
+def _rows(order: GateUpOrder | None, tensor: torch.Tensor) -> torch.Tensor:
+    """[E, N, ...] in granules where it has gate and up rows, padded with zeros to a multiple of 64 rows."""
+    if order is not None:
+        tensor = to_granules(tensor, order)
+    padding = (0, 0) * (tensor.dim() - 2) + (0, -tensor.shape[1] % ROWS)
+    return F.pad(tensor, padding).contiguous()
 
 
-def _e4m3_codes(rows: _Rows, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return to_lane_words(_pad_rows(rows, absorb_scale_signs(codes, scale)))
+def _e4m3_codes(order: GateUpOrder | None, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return to_lane_words(_rows(order, absorb_scale_signs(codes, scale)))
 
 
-def _e4m3_scales(rows: _Rows, scale: torch.Tensor) -> torch.Tensor:
-    return to_scale_words(_pad_rows(rows, e4m3_bytes(scale)), NVFP4.block_size)
+def _e4m3_scales(order: GateUpOrder | None, scale: torch.Tensor) -> torch.Tensor:
+    return to_scale_words(_rows(order, e4m3_bytes(scale)), NVFP4.block_size)
 
 
-def _e4m3_rows(rows: _Rows, scale: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-    return _pad_rows(rows, e4m3_rows(scale, global_scale))
+def _e4m3_rows(order: GateUpOrder | None, scale: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    return _rows(order, e4m3_rows(scale, global_scale))
 
 
-def _e8m0_codes(rows: _Rows, codes: torch.Tensor) -> torch.Tensor:
-    return to_lane_words(_pad_rows(rows, codes))
+def _e8m0_codes(order: GateUpOrder | None, codes: torch.Tensor) -> torch.Tensor:
+    return to_lane_words(_rows(order, codes))
 
 
-def _e8m0_scales(rows: _Rows, scale: torch.Tensor) -> torch.Tensor:
-    return to_scale_words(_pad_rows(rows, e8m0_bytes(scale)), MXFP4.block_size)
+def _e8m0_scales(order: GateUpOrder | None, scale: torch.Tensor) -> torch.Tensor:
+    return to_scale_words(_rows(order, e8m0_bytes(scale)), MXFP4.block_size)
 
 
-def _e8m0_rows(rows: _Rows, scale: torch.Tensor) -> torch.Tensor:
-    return _pad_rows(rows, e8m0_rows(scale))
+def _e8m0_rows(order: GateUpOrder | None, scale: torch.Tensor) -> torch.Tensor:
+    return _rows(order, e8m0_rows(scale))

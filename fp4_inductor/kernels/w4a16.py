@@ -25,7 +25,7 @@ _MAX_ARRIVALS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One GEMM's prepared weights, rows padded to 64."""
+    """One GEMM's prepared weights, rows padded to 64; those of gate and up are in granules."""
 
     words: torch.Tensor  # int16 [E, N/64, G, 64, 16], see layouts/lane_words.py
     scales: torch.Tensor  # int32 [E, N/64, G, 64 or 32], see layouts/lane_scales.py
@@ -40,7 +40,6 @@ class Experts:
     w13: Weights
     w2: Weights
     activation: ActivationSpec
-    up_first: bool
     e4m3: bool
     """Scale words hold e4m3 scales of 16 columns, otherwise e8m0 scales of 32."""
 
@@ -138,13 +137,13 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routes:
 
 
 def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int, config: W4A16Config) -> torch.Tensor:
-    """h [P, I] in the activation dtype, I padded to 64, rows sorted by expert."""
+    """h [P, I] in the activation dtype, rows sorted by expert; I is padded to 64 where there is no gate."""
     w13, activation, hidden_size = experts.w13, experts.activation, hidden.shape[1]
-    intermediate_size = w13.rows.shape[1] // (2 if activation.gated else 1)
+    rows = w13.rows.shape[1]
+    intermediate_size = rows // 2 if activation.gated else rows
     h = hidden.new_empty(routes.num_pairs, intermediate_size)
     limit = 0.0 if activation.limit is None else activation.limit
-    cut = _cut(routes, intermediate_size, hidden_size, config.gate_up, h.device)
-    accumulators = 2 if activation.gated else 1
+    cut = _cut(routes, rows, hidden_size, config.gate_up, h.device)
     gate_up_kernel[(cut.num_blocks * cut.split_k,)](
         hidden,
         w13.words,
@@ -153,7 +152,7 @@ def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int,
         w13.rows if w13.bias is None else w13.bias,
         *routes.tiles,
         h,
-        _parts(cut, accumulators * config.block_m * config.gate_up.block_n, h),
+        _parts(cut, config.block_m * config.gate_up.block_n, h),
         routes.arrivals,
         top_k,
         hidden_size,
@@ -164,7 +163,6 @@ def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int,
         limit if activation.up_limit is None else activation.up_limit,
         HAS_BIAS=w13.bias is not None,
         GATED=activation.gated,
-        UP_FIRST=experts.up_first,
         BOUND=activation.bound if activation.limit is not None else "none",
         KIND=activation.kind,
         **_constants(w13, experts.e4m3, hidden_size, config, config.gate_up, cut.split_k),

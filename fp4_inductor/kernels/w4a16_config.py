@@ -10,7 +10,7 @@ class GemmConfig:
     """How one GEMM is cut.
 
     Attributes:
-        block_n: weight rows of a program (of gate and of up each); a multiple of 64.
+        block_n: weight rows of a program; a multiple of 64.
         block_k: columns of a step; a multiple of 64.
     """
 
@@ -35,7 +35,7 @@ class W4A16Config:
     down: GemmConfig
 
 
-_GATE_UP = GemmConfig(block_n=64, block_k=64, num_warps=4, num_stages=4)
+_GATE_UP = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
 _DOWN = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
 
 # Largest expected tokens an expert, and the tile that serves them. Swept on an H200 over the layers of gpt-oss,
@@ -101,9 +101,9 @@ def configs(arch: int) -> tuple[W4A16Config, ...]:
 def shared_memory(config: W4A16Config) -> int:
     """Bytes of shared memory a program needs at most: one buffer of tokens, words and scales a stage."""
 
-    def need(gemm: GemmConfig, weights: int) -> int:
+    def need(gemm: GemmConfig) -> int:
         tokens = config.block_m * gemm.block_k * 2
-        packed = weights * gemm.block_n * (gemm.block_k // 2 + gemm.block_k // 16)
+        packed = gemm.block_n * (gemm.block_k // 2 + gemm.block_k // 16)
         return gemm.num_stages * (tokens + packed)
 
-    return max(need(config.gate_up, 2), need(config.down, 1)) + _BARRIERS
+    return max(need(config.gate_up), need(config.down)) + _BARRIERS

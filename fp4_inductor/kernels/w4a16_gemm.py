@@ -2,7 +2,8 @@
 
 Weights are the left, wide operand and tokens the right one, so that few tokens waste little of a matrix
 instruction, and a weight goes from its word to the register that the instruction reads. Layouts:
-``layouts/lane_words.py`` and ``layouts/lane_scales.py``. Both dimensions of a weight are padded to 64.
+``layouts/lane_words.py``, ``layouts/lane_scales.py`` and, for rows of gate and up, the granules of
+``layouts/gate_up.py``. Both dimensions of a weight are padded to 64.
 
 Shapes: P = T*k routed pairs, sorted by expert; G = ceil(K/64) groups; R row tiles of 64.
 """
@@ -17,6 +18,7 @@ import triton.language as tl
 _ROWS = tl.constexpr(64)
 _GROUP = tl.constexpr(64)
 _PLANE = tl.constexpr(16)
+_GRANULE = tl.constexpr(8)
 
 
 @triton.jit
@@ -304,19 +306,29 @@ def _scale_and_bias(acc, row_scale, bias, rows, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
+def _gate_and_up(acc):
+    """Gate and up [n/2, m] of an accumulator [n, m] whose rows are in granules; each thread has both of a pair."""
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    granules = acc.reshape(ROWS // (2 * _GRANULE), 2, _GRANULE, COLUMNS).permute(0, 2, 3, 1)
+    gate, up = tl.split(granules)
+    return gate.reshape(ROWS // 2, COLUMNS), up.reshape(ROWS // 2, COLUMNS)
+
+
+@triton.jit
 def gate_up_kernel(
     hidden,  # [T, H]
-    words,  # int16 [E, R, G, 64, 16]; gated: gate tiles and up tiles are the halves of R
+    words,  # int16 [E, R, G, 64, 16]; gated: rows in granules
     scales,  # int32 [E, R, G, 64 or 32]
-    row_scale,  # float32 [E, N]
-    bias,  # [E, N], N padded as the words
+    row_scale,  # float32 [E, N], N = 64 R
+    bias,  # [E, N]
     order,  # int32 [P] pair of a sorted row
     num_tiles,  # int32 [1]
     tile_expert,  # int32 [tiles]
     tile_row,  # int32 [tiles]
     expert_end,  # int32 [>= E]
-    h,  # out: [P, I], I padded to 64, sorted rows
-    parts,  # scratch where SPLIT_K > 1: float32, a [BLOCK_N, BLOCK_M] of gate and one of up a program
+    h,  # out: [P, I], sorted rows
+    parts,  # scratch where SPLIT_K > 1: float32 [BLOCK_N, BLOCK_M] a program
     arrivals,  # int32 zeros, one a block of h
     top_k,
     H,
@@ -334,15 +346,15 @@ def gate_up_kernel(
     E4M3: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
-    UP_FIRST: tl.constexpr,
     BOUND: tl.constexpr,
     KIND: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """h = act(hidden @ w13) for one token tile and BLOCK_N intermediate columns."""
+    """h = act(hidden @ w13) for one token tile and BLOCK_N rows of w13."""
     block = tl.program_id(0) // SPLIT_K
     split = tl.program_id(0) % SPLIT_K
-    blocks = tl.cdiv(I, BLOCK_N)
+    N = I * 2 if GATED else I
+    blocks = tl.cdiv(N, BLOCK_N)
     tiles = tl.load(num_tiles)
     if block >= tiles * blocks:
         return
@@ -350,52 +362,36 @@ def gate_up_kernel(
     DTYPE: tl.constexpr = hidden.dtype.element_ty
     expert, row, valid, pair = _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M)
     first_row = row_block * BLOCK_N
-    n = first_row + tl.arange(0, BLOCK_N)
-    gate_row = I if GATED and UP_FIRST else 0
-    up_row = I - gate_row
-    gate_first, gate_end = gate_row + first_row, gate_row + I
-    up_first, up_end = up_row + first_row, up_row + I
-    N = I * 2 if GATED else I
     groups = tl.cdiv(H, _GROUP)
     words += expert * (N * groups * _PLANE)
     scales += expert * (N * groups // (1 if E4M3 else 2))
     tokens = hidden + (pair // top_k).to(tl.int64) * H
 
-    gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     first, end = _split_range(H, split, BLOCK_K, SPLIT_K)
     for k in range(first, end, BLOCK_K):
         x = _load_tokens(tokens, k, H, BLOCK_K, WHOLE)
-        group = k // _GROUP
         w = _load_weights(
-            words, scales, gate_first, gate_end, group, groups, BLOCK_N, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED
+            words, scales, first_row, N, k // _GROUP, groups, BLOCK_N, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED
         )
-        gate = _dot(w, x, gate, INTERPRETED)
-        if GATED:
-            w = _load_weights(
-                words, scales, up_first, up_end, group, groups, BLOCK_N, BLOCK_K, WHOLE, E4M3, DTYPE, INTERPRETED
-            )
-            up = _dot(w, x, up, INTERPRETED)
+        acc = _dot(w, x, acc, INTERPRETED)
     if SPLIT_K > 1:
-        tl.store(_part(parts, block * 2, split, BLOCK_N, BLOCK_M, SPLIT_K), gate)
-        if GATED:
-            tl.store(_part(parts, block * 2 + 1, split, BLOCK_N, BLOCK_M, SPLIT_K), up)
+        tl.store(_part(parts, block, split, BLOCK_N, BLOCK_M, SPLIT_K), acc)
         if not _arrive(arrivals, block, SPLIT_K):
             return
-        gate = _sum_parts(parts, block * 2, BLOCK_N, BLOCK_M, SPLIT_K)
-        if GATED:
-            up = _sum_parts(parts, block * 2 + 1, BLOCK_N, BLOCK_M, SPLIT_K)
+        acc = _sum_parts(parts, block, BLOCK_N, BLOCK_M, SPLIT_K)
 
-    row_scale += expert * N
-    bias += expert * N
-    gate = _scale_and_bias(gate, row_scale, bias, gate_row + tl.minimum(n, I - 1), HAS_BIAS)
+    n = tl.minimum(first_row + tl.arange(0, BLOCK_N), N - 1)
+    acc = _scale_and_bias(acc, row_scale + expert * N, bias + expert * N, n, HAS_BIAS)
     if GATED:
-        up = _scale_and_bias(up, row_scale, bias, up_row + tl.minimum(n, I - 1), HAS_BIAS)
+        gate, up = _gate_and_up(acc)
         out = _activated(gate, limit, alpha, BOUND, KIND) * (_bounded_up(up, up_limit, BOUND) + beta)
+        i = first_row // 2 + tl.arange(0, BLOCK_N // 2)
     else:
-        out = _activated(gate, limit, alpha, BOUND, KIND)
-    pointers = h + row.to(tl.int64)[None, :] * I + n[:, None]
-    tl.store(pointers, _cast(out, DTYPE, INTERPRETED), mask=(n < I)[:, None] & valid[None, :])
+        out = _activated(acc, limit, alpha, BOUND, KIND)
+        i = first_row + tl.arange(0, BLOCK_N)
+    pointers = h + row.to(tl.int64)[None, :] * I + i[:, None]
+    tl.store(pointers, _cast(out, DTYPE, INTERPRETED), mask=(i < I)[:, None] & valid[None, :])
 
 
 @triton.jit
@@ -439,7 +435,7 @@ def down_kernel(
     first_row = row_block * BLOCK_N
     n = first_row + tl.arange(0, BLOCK_N)
     N = tl.cdiv(H, _ROWS) * _ROWS
-    groups = I // _GROUP
+    groups = tl.cdiv(I, _GROUP)
     words += expert * (N * groups * _PLANE)
     scales += expert * (N * groups // (1 if E4M3 else 2))
     rows = h + tl.where(valid, row, row - tl.arange(0, BLOCK_M)).to(tl.int64) * I

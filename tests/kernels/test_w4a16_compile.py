@@ -72,7 +72,7 @@ def gemm(
         "INTERPRETED": False,
     }
     if kernel is w4a16_gemm.gate_up_kernel:
-        constants |= {"GATED": True, "UP_FIRST": False, "BOUND": bound, "KIND": "silu"}
+        constants |= {"GATED": True, "BOUND": bound, "KIND": "silu"}
     built = compile_for(arch, kernel, constants, dtype, num_warps=cut.num_warps, num_stages=cut.num_stages)
     assert built.metadata.shared <= shared_memory(config) <= DeviceInfo.parse(f"sm_{arch}").shared_memory
     assert "mma" in built.asm["ptx"], "the product must run on the matrix units"
