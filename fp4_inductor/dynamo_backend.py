@@ -141,7 +141,8 @@ def _inner_compile(
         return compile_inner(gm, example_inputs, **kwargs)
     static_input_idxs = kwargs.pop("static_input_idxs", ())
     compile_graph = functools.partial(compile_inner, **kwargs)
-    return fold_and_compile(gm, example_inputs, static_input_idxs, lowering, compile_graph)
+    release = options.release_original_weights
+    return fold_and_compile(gm, example_inputs, static_input_idxs, lowering, compile_graph, release_originals=release)
 
 
 def _lower(gm: fx.GraphModule, options: Options, device: DeviceInfo | None) -> Lowering:

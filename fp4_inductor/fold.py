@@ -9,6 +9,7 @@ serves other weights, and in-place updates are seen.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,9 @@ from torch import fx
 from tqdm import tqdm
 
 from .emit import PREPARED
+from .host_memory import move_to_host
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +165,11 @@ class PreparedWeight:
             aliases = any(storage == source.untyped_storage().data_ptr() for source in sources)
             self.value: torch.Tensor | None = value.clone() if aliases else value
 
+    def moved(self, source: torch.Tensor, old: tuple[int, int]) -> None:
+        """Take the stamp that ``source`` has now for what ``old`` said: its bytes are the same elsewhere."""
+        same = [ref() is source and seen == old for ref, seen in zip(self._sources, self._stamps, strict=True)]
+        self._stamps = [stamp(source) if s else seen for s, seen in zip(same, self._stamps, strict=True)]
+
     def is_current(self, sources: Sequence[torch.Tensor]) -> bool:
         return self.value is not None and all(
             ref() is source and old == stamp(source)
@@ -197,6 +206,16 @@ class PreparedWeights:
                 entry = self._entries[key] = PreparedWeight(recipe, sources, lambda _: self._forget(key))
             return entry
 
+    def release(self, source: torch.Tensor) -> str:
+        """Move an original to host memory, and keep what was prepared from it; why not, if it stays."""
+        with self._lock:
+            old = stamp(source)
+            why_not = move_to_host(source)
+            for (_, ids), entry in list(self._entries.items()):
+                if id(source) in ids:
+                    entry.moved(source, old)
+            return why_not
+
     def _forget(self, key: tuple[str, tuple[int, ...]]) -> None:
         """Drop the bytes too: compiled graphs hold on to entries, and must not keep a dead model's weights."""
         entry = self._entries.pop(key, None)
@@ -210,7 +229,9 @@ PREPARED_WEIGHTS = PreparedWeights()
 class FoldedCall:
     """A compiled folded graph, callable with the arguments of the unfolded one.
 
-    ``first_call`` is given the first call's arguments, before they are used.
+    Args:
+        first_call: is given the first call's arguments, before they are used.
+        release_originals: move weights that only re-layouts read to host memory, each as soon as they have run.
     """
 
     _boxed_call = True
@@ -220,10 +241,17 @@ class FoldedCall:
         folding: Folding,
         compiled: Callable[[list[Any]], Any],
         first_call: Callable[[Sequence[Any]], None] | None = None,
+        *,
+        release_originals: bool = False,
     ) -> None:
         self._first_call = first_call
         self._kept, self._recipes, self._compiled = folding.kept, folding.recipes, compiled
-        self._sources = sorted({i for recipe in folding.recipes for i in recipe.sources})
+        last_reader = {i: recipe for recipe in folding.recipes for i in recipe.sources}
+        self._sources = sorted(last_reader)
+        self._released = {
+            recipe: [i for i, last in last_reader.items() if last is recipe and i not in folding.kept]
+            for recipe in (folding.recipes if release_originals else ())
+        }
         self._last = _Prepared((), ())
 
     def __call__(self, args: list[Any]) -> Any:
@@ -242,9 +270,19 @@ class FoldedCall:
         self._last = _Prepared((), ())
         # One recipe at a time, so that the peak above the prepared weights is one weight's temporaries.
         bar = tqdm(self._recipes, desc="preparing FP4 weights", unit="tensor", disable=None, delay=2, leave=False)
-        entries = tuple(PREPARED_WEIGHTS.get(recipe, [args[i] for i in recipe.sources]) for recipe in bar)
-        self._last = _Prepared(tuple((weakref.ref(args[i]), stamp(args[i])) for i in self._sources), entries)
+        entries = []
+        for recipe in bar:
+            entries.append(PREPARED_WEIGHTS.get(recipe, [args[i] for i in recipe.sources]))
+            self._release([args[i] for i in self._released.get(recipe, ())])
+        seen = tuple((weakref.ref(args[i]), stamp(args[i])) for i in self._sources)
+        self._last = _Prepared(seen, tuple(entries))
         return self._last
+
+    def _release(self, weights: Sequence[torch.Tensor]) -> None:
+        for weight in weights:
+            if why_not := PREPARED_WEIGHTS.release(weight):
+                shape = list(weight.shape)
+                logger.warning("%s weight %s on %s is not released: %s", weight.dtype, shape, weight.device, why_not)
 
 
 @dataclass(frozen=True, slots=True)

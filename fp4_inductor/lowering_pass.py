@@ -75,6 +75,8 @@ def fold_and_compile(
     static_input_idxs: Iterable[int],
     lowering: Lowering,
     compile_graph: Callable[..., Callable[..., Any]],
+    *,
+    release_originals: bool = False,
 ) -> Callable[..., Any]:
     """Take the re-layouts out of a lowered graph and compile the rest.
 
@@ -82,6 +84,7 @@ def fold_and_compile(
         example_inputs: fake inputs, in placeholder order.
         static_input_idxs: inputs whose storage outlives the call.
         compile_graph: called with the graph, its inputs and ``static_input_idxs``.
+        release_originals: see ``FoldedCall``.
 
     Returns:
         A boxed callable with the arguments of ``gm`` as it came.
@@ -90,7 +93,7 @@ def fold_and_compile(
     dump_graph("FP4MOE AFTER", gm)
     static = list(folding.static_input_idxs)
     compiled = compile_graph(gm, list(folding.example_inputs), static_input_idxs=static)
-    return FoldedCall(folding, compiled, first_call=lowering.verification)
+    return FoldedCall(folding, compiled, lowering.verification, release_originals=release_originals)
 
 
 Rewrite: TypeAlias = "tuple[Match, Selection, Emitted | None]"

@@ -25,6 +25,11 @@ class Options:
         max_sites: lower at most this many blocks of a graph, in graph order; bisects a wrong block.
         verify: "first_call" runs the replaced graph beside the fused op on the first real input
             and raises ``VerificationError`` where they part.
+        release_original_weights: move packed weights that a compiled graph reads only re-laid to page-locked
+            host memory, once the first call has re-laid them, so that the GPU holds them once. Parameters stay
+            what they are: ``state_dict``, ``deepcopy``, updates and eager calls work on, at the speed of the bus.
+            Weights that share their storage with another tensor stay, with a warning, as do weights on a CPU.
+            A CUDA graph captured earlier that reads a weight's old address must be captured anew.
     """
 
     backend: str | None = None
@@ -33,11 +38,14 @@ class Options:
     expect_matches: int | None = None
     max_sites: int | None = None
     verify: str = "never"
+    release_original_weights: bool = False
 
     def __post_init__(self) -> None:
         _require("backend", self.backend, "a backend's name or None", isinstance(self.backend, str | None))
         _require("on_unsupported", self.on_unsupported, '"keep" or "error"', self.on_unsupported in ("keep", "error"))
-        _require("strict", self.strict, "a bool", isinstance(self.strict, bool))
+        for name in ("strict", "release_original_weights"):
+            value = getattr(self, name)
+            _require(name, value, "a bool", isinstance(value, bool))
         for name in ("expect_matches", "max_sites"):
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -33,6 +33,7 @@ def test_a_key_without_its_prefix_is_ours() -> None:
         ("strict", 1, "a bool"),
         ("max_sites", -1, "an int >= 0 or None"),
         ("expect_matches", True, "an int >= 0 or None"),
+        ("release_original_weights", "yes", "a bool"),
         ("verify", "always", '"never" or "first_call"'),
     ],
 )
