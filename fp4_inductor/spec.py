@@ -176,7 +176,8 @@ class RouterSpec:
             nothing: a slot that chooses one gets id 0 and weight 0.
         sparsity_threshold: of the sparsemixer: an expert counts whose logit x and the best b of those left are so
             near that ``(b - x) / max(|x|, b)`` is at most this.
-        dtype: dtype in which the scores are computed.
+        dtype: dtype in which the scores are computed; if some step between logits and finished weights rounds to
+            less, that one. Finished weights are rounded to ``MoESpec.weights_dtype`` alone.
     """
 
     scoring: Scoring

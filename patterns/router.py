@@ -21,12 +21,14 @@ from .router_catalogue import FoundRouter, find_router, is_scored
 from .router_formulas import router_reference, score, weights_of
 from .router_piece import MAX_NODES, PRODUCTS, RouterDraw, RouterPiece, cut, draws, is_float
 from .signature import Memo, signature
-from .steps import CLAMPS, SELECTING, close, name_of, numbers
+from .steps import CLAMPS, LAYOUT, SELECTING, close, name_of, numbers
 from .weights import Bound
 
 __all__ = ["IdentifiedRouter", "identify_router", "router_reference"]
 
 _SOFTPLUS_THRESHOLD = 20.0
+_MOVES = LAYOUT - {"_to_copy", "convert_element_type", "fma"} | {"", "topk", "sort", "gather", "index", "amax", "max"}
+"""Steps whose numbers are some of those they get; inputs have no name."""
 _MAX_MORE = 16
 """Columns that logits may have beyond the experts'."""
 
@@ -118,7 +120,8 @@ def _identify(piece: RouterPiece) -> _Found:
     with isolated():
         tried = list(draws(piece))
         found = find_router(piece, tried, partial(_audit, piece))
-        return _Found(found, _scoring_dtype(piece, found.spec, tried[0]))
+        dtypes = [_scoring_dtype(piece, found.spec, tried[0]), *_rounded_to(piece, tried[0])]
+        return _Found(found, max(dtypes, key=_eps))
 
 
 def _operands(piece: RouterPiece, literal: float) -> dict[Operand, Source]:
@@ -197,4 +200,26 @@ def _scoring_dtype(piece: RouterPiece, spec: RouterSpec, draw: RouterDraw) -> to
     ]
     if not dtypes:
         return torch.float32
-    return dtypes[0] if late else max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return dtypes[0] if late else max(dtypes, key=_eps)
+
+
+def _rounded_to(piece: RouterPiece, draw: RouterDraw) -> Iterator[torch.dtype]:
+    """The dtypes below float32 that some step between logits and finished weights rounds to."""
+    low = [
+        node
+        for node in piece.steps
+        if is_float(node) and _precision(node) > _eps(torch.float32) and name_of(node) not in _MOVES
+    ]
+    final, *values = evaluate([piece.weights, *low], draw.feeds)
+    for node, value in zip(low, values, strict=True):
+        finished = value.numel() == final.numel() and close(value.reshape(final.shape), final)
+        if not finished or _precision(node) > _precision(piece.weights):
+            yield dtype_of(node) or torch.float32
+
+
+def _precision(node: fx.Node) -> float:
+    return _eps(dtype_of(node) or torch.float32)
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import sympy
 import torch
@@ -131,6 +132,9 @@ def _router(block: Block, memo: Memo) -> tuple[RouterSpec | GivenRouting, dict[O
     except NoMatch as miss:
         logger.debug("%s: routing is taken as given: %s", location(block.output), miss)
         return GivenRouting(), {}
+    rounded = dtype(weights)  # before they are read as what they multiply in
+    if torch.finfo(rounded).eps > torch.finfo(block.weights_dtype or rounded).eps:
+        return replace(found.spec, dtype=rounded), dict(found.operands)
     return found.spec, dict(found.operands)
 
 

@@ -180,6 +180,41 @@ def test_dtype_of_scores() -> None:
     assert spec_of(softmax_topk).dtype == torch.float32
 
 
+def selected_low(logits: Tensor, bias: Tensor) -> Routed:
+    scores = logits.sigmoid()
+    ids = (scores + bias).to(torch.bfloat16).topk(K, -1)[1]
+    return ids, scores.gather(1, ids)
+
+
+def chosen_by_low_logits(logits: Tensor) -> Routed:
+    values, ids = logits.to(torch.bfloat16).topk(K, -1)
+    return ids, values.float().softmax(-1)
+
+
+def scaled_low(logits: Tensor) -> Routed:
+    weights, ids = logits.softmax(-1).topk(K, -1)
+    return ids, weights.to(torch.bfloat16) * 2.5
+
+
+def passed_through_low(logits: Tensor) -> Routed:
+    weights, ids = logits.softmax(-1).topk(K, -1)
+    return ids, weights.to(torch.bfloat16).float()
+
+
+@pytest.mark.parametrize("router", [selected_low, chosen_by_low_logits, scaled_low, passed_through_low])
+def test_dtype_shows_where_anything_is_rounded(router: Callable[..., Routed]) -> None:
+    others = (BIAS,) if router is selected_low else ()
+    assert found(router, *others).spec.dtype == torch.bfloat16
+
+
+def test_finished_weights_may_be_rounded() -> None:
+    def finished(logits: Tensor) -> Routed:
+        weights, ids = logits.to(torch.float32).softmax(-1).topk(K, -1)
+        return ids, (weights / weights.sum(-1, keepdim=True) * 2.5).to(torch.bfloat16)
+
+    assert spec_of(finished).dtype == torch.float32
+
+
 def test_scores_of_all_experts_are_read_at_the_ids() -> None:
     """As llama4 keeps its weights: what no expert was chosen for is scored from minus infinity."""
 

@@ -119,12 +119,12 @@ ROUTERS = {
     "muse_spark": Hf("MuseSparkTopkRouter", replace(BIASED, renormalize_eps=1e-15), knobs=True),
     "inkling": Hf(
         "InklingTopkRouter",
-        RouterSpec(SIGMOID, has_bias=True, renormalize=True, num_shared_experts=2, scaling_factor=RUNTIME),
+        replace(BIASED, renormalize_eps=0.0, num_shared_experts=2, scaling_factor=RUNTIME, dtype=torch.bfloat16),
         lambda router, hidden, _: router(hidden)[2:0:-1],
     ),
     "phimoe": Hf(
         "PhimoeTopKRouter",
-        RouterSpec(Scoring.SPARSEMIXER, sparsity_threshold=0.02),
+        RouterSpec(Scoring.SPARSEMIXER, sparsity_threshold=0.02, dtype=torch.bfloat16),
         flat,
         top_k=2,
         knobs=True,
