@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,10 +11,11 @@ import torch
 Call = Callable[[], object]
 
 
-def cuda_graph_us(calls: Sequence[Call], replays: int = 20) -> float:
+def cuda_graph_us(calls: Sequence[Call], replays: int = 20, during: Call | None = None) -> float:
     """Median microseconds per call of one CUDA graph that makes all ``calls`` in turn.
 
     Calls with different inputs keep what they share, such as the weights of other experts, out of the L2 cache.
+    ``during`` is called while each replay runs: to read clocks.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -27,12 +29,28 @@ def cuda_graph_us(calls: Sequence[Call], replays: int = 20) -> float:
             call()
     for _ in range(3):
         graph.replay()
+    torch.cuda.synchronize()
     times: list[float] = []
     for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()
+        if during is not None:
+            during()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def wall_clock_us(calls: Sequence[Call], repeats: int = 5) -> float:
+    """Median microseconds per call of ``repeats`` rounds over all ``calls``, after one that warms up."""
+    for call in calls:
+        call()
+    times: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / len(calls))
     return statistics.median(times)

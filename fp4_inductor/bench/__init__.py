@@ -1,1 +1,1 @@
-"""Benchmarks, each runnable as ``python -m fp4_inductor.bench.<name>``."""
+"""Benchmarks: of MoE layers (``python -m fp4_inductor bench``) and of recognition (a module to run)."""

@@ -11,7 +11,7 @@ from tolerances import assert_close_per_token
 
 from fp4_inductor import DeviceInfo
 from fp4_inductor.backends import get_backend
-from fp4_inductor.bench.moe_layer import SHAPES
+from fp4_inductor.bench.shapes import SHAPES
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
 from fp4_inductor.plan import prepare, run_plan
 from fp4_inductor.reference import moe_reference
@@ -28,7 +28,7 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_real_shapes(shape: str, fmt: BlockFormat) -> None:
     """Within the tolerances, and no further from the truth than 1.25 times an eager block in bfloat16."""
-    num_experts, top_k, hidden_size, intermediate_size = SHAPES[shape]
+    num_experts, top_k, hidden_size, intermediate_size = SHAPES[shape].sizes
     gpt_oss = shape.startswith("gpt-oss")
     case = make_case(
         fmt,
