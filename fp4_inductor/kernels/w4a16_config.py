@@ -35,6 +35,37 @@ class W4A16Config:
     down: GemmConfig
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeGemm:
+    """How one GEMM of the kernels for few tokens is cut.
+
+    Attributes:
+        block_n: weight rows of a program: 16, 32 or 64.
+        split: programs' warps, or warps of a slot, that share K.
+        groups: 64-column groups that a warp takes in a step.
+        prefetch: groups that a program asks the L2 cache for before it starts; 0 or a power of two.
+    """
+
+    block_n: int
+    split: int
+    groups: int
+    num_stages: int
+    prefetch: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Both GEMMs of the kernels for few tokens.
+
+    Attributes:
+        pdl: a kernel may start while the one before it still runs.
+    """
+
+    gate_up: DecodeGemm
+    down: DecodeGemm
+    pdl: bool
+
+
 _GATE_UP = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
 _DOWN = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
 
@@ -51,6 +82,11 @@ _UP_TO_128 = (
     (192, W4A16Config(64, 1, _GATE_UP, _DOWN)),
     (None, W4A16Config(128, 16, _GATE_UP, _DOWN)),
 )
+# On sm_100 a down projection of 128 x 128 spills registers; half as wide it does not.
+_UP_TO_128_NARROW = (
+    *_UP_TO_128[:-1],
+    (None, W4A16Config(128, 16, _GATE_UP, GemmConfig(block_n=64, block_k=64, num_warps=4, num_stages=4))),
+)
 
 _LARGE_EXPERT = 24 << 20
 _BARRIERS = 1024
@@ -61,8 +97,8 @@ FAMILIES = {
     86: _UP_TO_64,
     89: _UP_TO_64,
     90: _UP_TO_128,
-    100: _UP_TO_128,
-    103: _UP_TO_128,
+    100: _UP_TO_128_NARROW,
+    103: _UP_TO_128_NARROW,
     120: _UP_TO_64,
     121: _UP_TO_64,
 }
@@ -76,6 +112,30 @@ def choose_config(arch: int, num_pairs: int, num_experts: int) -> W4A16Config:
         if limit is None or tokens <= limit:
             return config
     raise AssertionError("the last row has no limit")
+
+
+_DECODE_PAIRS = 0
+"""Pairs up to which ``choose_decode`` finds a configuration."""
+_PDL_FAMILIES = (90, 100, 103, 120, 121)
+
+
+def choose_decode(
+    arch: int, sm_count: int, num_tokens: int, top_k: int, rows: int, hidden_size: int
+) -> DecodeConfig | None:
+    """The configuration of the kernels for few tokens, or None where there are too many; ``rows`` are those of w13."""
+    num_pairs = num_tokens * top_k
+    if num_pairs > _DECODE_PAIRS:
+        return None
+    slots = 1 << (top_k - 1).bit_length()
+
+    def block_n(num_rows: int, copies: int) -> int:
+        """The widest block that still gives every multiprocessor a program, nearly."""
+        return next((n for n in (64, 32) if num_rows // n * copies >= 0.9 * sm_count), 16)
+
+    gate_up = DecodeGemm(block_n(rows, num_pairs), split=8, groups=1, num_stages=3, prefetch=0)
+    split = max(1, 16 // slots)
+    down = DecodeGemm(block_n(hidden_size, num_tokens), split=split, groups=1, num_stages=3, prefetch=64)
+    return DecodeConfig(gate_up, down, pdl=arch in _PDL_FAMILIES)
 
 
 def choose_split(num_blocks: int, steps: int, sm_count: int) -> int:

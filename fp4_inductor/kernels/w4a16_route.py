@@ -106,7 +106,7 @@ def place_kernel(
     BLOCK_M: tl.constexpr,
 ):
     """Place one chunk's pairs; the first program also cuts the tiles."""
-    STEP: tl.constexpr = 32
+    STEP: tl.constexpr = 32 if BINS <= 256 else 8192 // BINS  # more counters at a time spill registers
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
     all_sums = tl.zeros((STEP, BINS), dtype=tl.int32)

@@ -1,0 +1,171 @@
+"""The kernels of ``triton_w4a16`` built for every device family without a device: what they take, and how many."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from moe_cases import CLAMPED_SWIGLU
+
+from fp4_inductor.device import DeviceInfo
+from fp4_inductor.formats import FORMATS, MXFP4, NVFP4, BlockFormat
+from fp4_inductor.kernels.w4a16_config import FAMILIES, W4A16Config, configs, shared_memory
+from fp4_inductor.spec import ActivationSpec, MoESpec
+
+pytest.importorskip("triton", reason="triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from launches import Compilation, Resources, launches, resources  # noqa: E402
+
+KIB = 1024
+SHARED_MEMORY = {
+    80: 163 * KIB,
+    86: 99 * KIB,
+    89: 99 * KIB,
+    90: 227 * KIB,
+    100: 227 * KIB,
+    103: 227 * KIB,
+    120: 99 * KIB,
+    121: 99 * KIB,
+}
+"""Bytes a block may use: CUDA C++ programming guide, table of technical specifications per compute capability."""
+REGISTER_FILE = 65536
+REGISTER_UNIT = 8
+"""Registers of a thread are handed out in eights."""
+SORT_LOCAL = 16
+"""Bytes of local memory that a thread of the sorting kernels may take; the GEMMs must not spill at all."""
+RELATIVES = {86: 80, 89: 80, 103: 100, 121: 120}
+"""Devices for which Triton takes the same way as for another; of these only the largest kernels are built."""
+
+GPT_OSS = MoESpec(128, 4, 2880, 2880, MXFP4, CLAMPED_SWIGLU, has_w13_bias=True, has_w2_bias=True)
+RAGGED = dataclasses.replace(GPT_OSS, num_experts=8, top_k=2, hidden_size=160, intermediate_size=96)
+QWEN3 = MoESpec(128, 8, 2048, 768, MXFP4, ActivationSpec("silu"))
+MIXTRAL = MoESpec(8, 2, 4096, 14336, MXFP4, ActivationSpec("silu"))
+DEEPSEEK = MoESpec(256, 8, 7168, 2048, MXFP4, ActivationSpec("silu"))
+SHAPES = {"gpt_oss": GPT_OSS, "ragged": RAGGED, "qwen3": QWEN3, "mixtral": MIXTRAL, "deepseek": DEEPSEEK}
+POWERS = [2**i for i in range(15)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def is_gemm(compilation: Compilation) -> bool:
+    return "SPLIT_K" in compilation.constants
+
+
+def cut(compilation: Compilation) -> tuple[object, ...]:
+    """What a row of the tables decides of a GEMM."""
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
+    options = (compilation.options["num_warps"], compilation.options["num_stages"])
+    return compilation.name, *(compilation.constants[name] for name in names), *options
+
+
+def cuts_of(config: W4A16Config) -> set[tuple[object, ...]]:
+    gemms = (("gate_up_kernel", config.gate_up), ("down_kernel", config.down))
+    return {(name, config.block_m, g.block_n, g.block_k, g.num_warps, g.num_stages) for name, g in gemms}
+
+
+def gemms(arch: int, fmt: BlockFormat, dtype: torch.dtype) -> list[Compilation]:
+    """GEMMs of every row of the arch's table, whole and ragged, alone on a block and sharing it: no two alike."""
+    found: dict[tuple[object, ...], Compilation] = {}
+    for spec in (GPT_OSS, RAGGED):
+        spec = dataclasses.replace(spec, weight_format=fmt, act_dtype=dtype, out_dtype=dtype)
+        for new in launches(spec, arch, POWERS).values():
+            for compilation in filter(is_gemm, new):
+                shares = compilation.constants["SPLIT_K"] != 1
+                # A ragged one has masks besides; it is built for the first row only.
+                ragged = spec.hidden_size == RAGGED.hidden_size
+                key = (compilation.name, "ragged") if ragged else (*cut(compilation), shares)
+                found.setdefault(key, compilation)
+    return list(found.values())
+
+
+def assert_fits(compilation: Compilation, directory: Path) -> Resources:
+    built = compilation.build()
+    used = resources(built, directory)
+    limit = SHARED_MEMORY[compilation.target.arch]
+    where = f"{compilation.name} {compilation.constants} for sm_{compilation.target.arch}: {used}"
+    assert used.shared <= limit, where
+    assert -(-used.registers // REGISTER_UNIT) * REGISTER_UNIT * used.threads <= REGISTER_FILE, where
+    assert used.local <= (0 if is_gemm(compilation) else SORT_LOCAL), where
+    if is_gemm(compilation):
+        rows = [config for config in configs(compilation.target.arch) if cut(compilation) in cuts_of(config)]
+        assert rows, f"no row of the table has {where}"
+        assert used.shared <= min(map(shared_memory, rows)), f"more than check() reckons with: {where}"
+        assert "mma" in built.asm["ptx"], f"the product must run on the matrix units: {where}"
+    return used
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("arch", sorted(FAMILIES.keys() - RELATIVES.keys()))
+def test_every_row_of_the_table_fits_its_device(arch: int, fmt: BlockFormat, tmp_path: Path) -> None:
+    for compilation in gemms(arch, fmt, torch.bfloat16):
+        assert_fits(compilation, tmp_path)
+
+
+@pytest.mark.parametrize("arch", RELATIVES)
+def test_the_largest_fit_relatives(arch: int, tmp_path: Path) -> None:
+    assert configs(arch) == configs(RELATIVES[arch])
+    largest = cuts_of(max(configs(arch), key=shared_memory))
+    for compilation in gemms(arch, NVFP4, torch.bfloat16):
+        if cut(compilation) in largest and compilation.constants["SPLIT_K"] == 1:
+            assert_fits(compilation, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_float16_fits(arch: int, tmp_path: Path) -> None:
+    largest = cuts_of(max(configs(arch), key=shared_memory))
+    for compilation in gemms(arch, MXFP4, torch.float16):
+        if cut(compilation) in largest and compilation.constants["SPLIT_K"] == 1:
+            assert_fits(compilation, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_what_sorts_and_combines_fits(arch: int, tmp_path: Path) -> None:
+    """With the most experts, and so the most counters; ``check`` reckons with the GEMMs alone."""
+    smallest = min(map(shared_memory, configs(arch)))
+    for new in launches(DEEPSEEK, arch, POWERS).values():
+        for compilation in new:
+            if not is_gemm(compilation):
+                assert assert_fits(compilation, tmp_path).shared <= smallest
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_layers_use_every_row_and_nothing_else(arch: int) -> None:
+    """So the tests above build all that can run."""
+    used = set()
+    for spec in SHAPES.values():
+        for new in launches(spec, arch, POWERS).values():
+            used |= {cut(compilation) for compilation in filter(is_gemm, new)}
+    assert used == set().union(*map(cuts_of, configs(arch)))
+
+
+def test_devices_have_the_shared_memory_that_is_known_of_them() -> None:
+    assert set(FAMILIES) == set(SHARED_MEMORY)
+    for arch, size in SHARED_MEMORY.items():
+        assert DeviceInfo.parse(f"sm_{arch}").shared_memory == size
+
+
+MOST_KERNELS = 32
+"""Kernels that a process compiles for layers of one kind, whatever the numbers of tokens; about half a second each."""
+COUNTS = [
+    *range(1, 300),
+    *(count + by for count in (512, 1024, 2048, 4096, 8192) for by in (-1, 0, 1, 16)),
+    *range(301, 16384, 397),
+    16384,
+]
+"""Every small count, where programs share blocks, and odd, even and round ones around each larger row."""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_are_few_whatever_the_token_counts(name: str) -> None:
+    new = [compilation for found in launches(SHAPES[name], 90, COUNTS).values() for compilation in found]
+    assert len(new) <= MOST_KERNELS
+    written = {(c.name, *sorted(c.constants.items()), c.options["num_warps"], c.options["num_stages"]) for c in new}
+    assert len(written) == len(new), "Triton compiled a kernel anew for the value of an argument"
