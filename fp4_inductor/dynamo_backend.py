@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -193,6 +194,8 @@ def _copy_graph(gm: fx.GraphModule) -> fx.Graph:
 
 def _reset() -> None:
     _warn_once.cache_clear()
+    if trees := sys.modules.get("torch._inductor.cudagraph_trees"):
+        trees.reset_cudagraph_trees()
 
 
 fp4moe.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it

@@ -271,18 +271,17 @@ class FoldedCall:
         # One recipe at a time, so that the peak above the prepared weights is one weight's temporaries.
         bar = tqdm(self._recipes, desc="preparing FP4 weights", unit="tensor", disable=None, delay=2, leave=False)
         entries = []
+        left: dict[str, int] = {}
         for recipe in bar:
             entries.append(PREPARED_WEIGHTS.get(recipe, [args[i] for i in recipe.sources]))
-            self._release([args[i] for i in self._released.get(recipe, ())])
+            for i in self._released.get(recipe, ()):
+                if why_not := PREPARED_WEIGHTS.release(args[i]):
+                    left[why_not] = left.get(why_not, 0) + args[i].nbytes
+        for why_not, num_bytes in left.items():
+            logger.warning("%d bytes of original weights are not released: %s", num_bytes, why_not)
         seen = tuple((weakref.ref(args[i]), stamp(args[i])) for i in self._sources)
         self._last = _Prepared(seen, tuple(entries))
         return self._last
-
-    def _release(self, weights: Sequence[torch.Tensor]) -> None:
-        for weight in weights:
-            if why_not := PREPARED_WEIGHTS.release(weight):
-                shape = list(weight.shape)
-                logger.warning("%s weight %s on %s is not released: %s", weight.dtype, shape, weight.device, why_not)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from source_tree import ROOT
 
 pytest.importorskip("transformers")
@@ -67,6 +69,21 @@ def test_cpu_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[-2:]}
     assert set(rows) == {"dense", "fp4moe"}
     assert all(float(number) > 0 for row in rows.values() for number in row)
+
+
+def test_gpu_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load_example("gpu_benchmark", monkeypatch)
+
+    def run_here(name: str, variant: str, args: Any) -> list[dict[str, Any]]:
+        args.models, args.variants = [name], [variant]
+        with torch.no_grad():
+            return list(example.measure(args))
+
+    monkeypatch.setattr(example, "run", run_here)
+    sizes = ["--tiny", "--device", "cpu", "--layers", "1", "--calls", "1", "--repeats", "1"]
+    example.main([*sizes, "--models", "gpt-oss-120b", "--variants", "fp4moe-mxfp4", "--cases", "decode1"])
+    (row,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("fp4moe-mxfp4"))
+    assert float(row[1]) > 0
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
