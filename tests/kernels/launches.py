@@ -151,8 +151,8 @@ def _recorded(device: DeviceInfo) -> Iterator[list[Compilation]]:
     try:
         with (
             mock.patch.object(JITFunction, "_do_compile", compile_nothing),
-            mock.patch.object(w4a16, "_arch", lambda _: device.arch),
-            mock.patch.object(w4a16, "_sm_count", lambda _: device.sm_count),
+            mock.patch.object(w4a16, "_arch", return_value=device.arch),
+            mock.patch.object(w4a16, "_sm_count", return_value=device.sm_count),
         ):
             yield new
     finally:

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from launches import Compilation, Resources, launches, resources  # noqa: E402
+from launches import Compilation, Resources, launches, resources
 
 KIB = 1024
 SHARED_MEMORY = {

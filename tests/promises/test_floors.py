@@ -8,10 +8,10 @@ from source_tree import imports, module_level_imports, modules
 FLOORS = (
     # floor, column, modules; a name stands for the modules below it too
     (0, "words", ("errors", "reasons", "formats", "spec", "device", "options")),
-    (1, "numbers", ("quant", "reference", "plan", "timing", "layouts", "kernels")),
+    (1, "numbers", ("quant", "reference", "plan", "timing", "autotune", "layouts", "kernels")),
     (2, "backends", ("backends",)),
     (2, "recognition", ("matching", "patterns")),
-    (3, "stages", ("select", "emit", "host_memory", "fold", "report", "verify")),
+    (3, "stages", ("select", "tuned_plan", "emit", "host_memory", "fold", "report", "verify")),
     (4, "way", ("lowering_pass",)),
     (5, "doors", ("dynamo_backend", "post_grad_pass", "_explain", "modules", "quantize", "checkpoint", "bench")),
     (5, "doors", ("experts_interface", "graph_breaks", "input_names")),

@@ -1,0 +1,85 @@
+"""Configurations of the W4A16 kernels as text, and their neighbours, for tuning. Imports no triton.
+
+A table's text is an argument of the op, so it is part of the graph: it survives every cache and shows in dumps.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, replace
+from functools import cache
+from typing import Literal, TypeAlias
+
+from .w4a16_config import GemmConfig, W4A16Config, shared_memory
+
+Part: TypeAlias = Literal["tiles", "gate_up", "down"]
+PARTS: tuple[Part, ...] = ("tiles", "gate_up", "down")
+"""What is tuned, one after the other: token tiles of both GEMMs, then each GEMM alone."""
+
+_TILES = (16, 32, 64, 128)
+_CHOICES: dict[str, tuple[int, ...]] = {
+    "block_n": (64, 128),
+    "block_k": (64, 128),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4, 5, 6),
+}
+_ACCUMULATORS = 128
+"""float32 of a thread that an output block may take; more leave no registers to decode with."""
+
+
+def write_config(config: W4A16Config) -> str:
+    return repr(astuple(config))
+
+
+def read_config(text: str) -> W4A16Config:
+    return _config(ast.literal_eval(text))
+
+
+def write_table(rows: Sequence[tuple[int | None, str]]) -> str:
+    """Text of a table from the most tokens that each row is for (None: any) and its configuration's text."""
+    return repr(tuple((limit, ast.literal_eval(config)) for limit, config in rows))
+
+
+def choose_tuned(table: str, num_tokens: int) -> W4A16Config:
+    """The configuration for ``num_tokens`` in a table's text."""
+    for limit, config in _read_table(table):
+        if limit is None or num_tokens <= limit:
+            return config
+    raise AssertionError("the last row has no limit")
+
+
+def variants(config: W4A16Config, part: Part, limit: int) -> tuple[W4A16Config, ...]:
+    """``config``, then what differs from it in one number of ``part`` and takes at most ``limit`` shared memory."""
+    near = _tiles(config) if part == "tiles" else _gemms(config, part)
+    return config, *(other for other in near if other != config and _fits(other, limit))
+
+
+def _tiles(config: W4A16Config) -> Iterator[W4A16Config]:
+    for block_m in _TILES:
+        if block_m in (config.block_m // 2, config.block_m * 2):
+            yield replace(config, block_m=block_m)
+    if config.block_m >= 64:
+        yield replace(config, group_m=1 if config.group_m > 1 else 16)
+
+
+def _gemms(config: W4A16Config, part: Literal["gate_up", "down"]) -> Iterator[W4A16Config]:
+    gemm: GemmConfig = getattr(config, part)
+    for name, values in _CHOICES.items():
+        for value in values:
+            changed = replace(gemm, **{name: value})
+            yield replace(config, gate_up=changed) if part == "gate_up" else replace(config, down=changed)
+
+
+def _fits(config: W4A16Config, limit: int) -> bool:
+    blocks = (config.block_m * gemm.block_n // (32 * gemm.num_warps) for gemm in (config.gate_up, config.down))
+    return shared_memory(config) <= limit and max(blocks) <= _ACCUMULATORS
+
+
+@cache
+def _read_table(table: str) -> tuple[tuple[int | None, W4A16Config], ...]:
+    return tuple((limit, _config(values)) for limit, values in ast.literal_eval(table))
+
+
+def _config(values: tuple[int | tuple[int, ...], ...]) -> W4A16Config:
+    return W4A16Config(*(GemmConfig(*value) if isinstance(value, tuple) else value for value in values))  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""Configurations of the W4A16 kernels as text, and what tuning tries of them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+
+from fp4_inductor.device import DeviceInfo
+from fp4_inductor.kernels.w4a16_config import FAMILIES, W4A16Config, configs, shared_memory
+from fp4_inductor.kernels.w4a16_tuning import (
+    PARTS,
+    Part,
+    choose_tuned,
+    read_config,
+    variants,
+    write_config,
+    write_table,
+)
+
+ALL = sorted({config for arch in FAMILIES for config in configs(arch)}, key=str)
+
+
+@pytest.mark.parametrize("config", ALL, ids=write_config)
+def test_text_says_all_of_a_configuration(config: W4A16Config) -> None:
+    assert read_config(write_config(config)) == config
+    assert ast.literal_eval(write_config(config)) == astuple(config)
+
+
+def test_a_table_is_read_by_token_count() -> None:
+    small, large = write_config(ALL[0]), write_config(ALL[-1])
+    table = write_table([(8, small), (128, large), (None, small)])
+    assert [choose_tuned(table, count) for count in (1, 8)] == [ALL[0]] * 2
+    assert [choose_tuned(table, count) for count in (9, 128)] == [ALL[-1]] * 2
+    assert choose_tuned(table, 129) == ALL[0]
+    assert choose_tuned(write_table([(None, large)]), 0) == ALL[-1]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_variants_change_one_number_of_their_part_and_fit(arch: int, part: Part) -> None:
+    limit = DeviceInfo.parse(f"sm_{arch}").shared_memory
+    for config in configs(arch):
+        found = variants(config, part, limit)
+        assert found[0] == config
+        assert len(set(found)) == len(found) > 1
+        for other in found[1:]:
+            assert shared_memory(other) <= limit
+            flat = [list(_numbers(astuple(c))) for c in (config, other)]
+            assert sum(a != b for a, b in zip(*flat, strict=True)) == 1
+            same_gemms = {"tiles": ("gate_up", "down"), "gate_up": ("down",), "down": ("gate_up",)}[part]
+            assert all(getattr(config, name) == getattr(other, name) for name in same_gemms)
+
+
+def test_what_needs_too_much_shared_memory_is_not_tried() -> None:
+    config = ALL[0]
+    limit = shared_memory(config)
+    assert all(shared_memory(other) <= limit for other in variants(config, "gate_up", limit))
+    assert len(variants(config, "gate_up", limit)) < len(variants(config, "gate_up", 10 * limit))
+
+
+def _numbers(values: Any) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _numbers(value)
+        else:
+            yield value
