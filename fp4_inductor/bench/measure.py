@@ -136,21 +136,23 @@ def measure(
 ) -> Iterator[list[Row]]:
     """Add rows and notes to ``results``; yields the rows of each shape when they are complete."""
     failed: dict[str, list[str]] = {}
-    for shape in shapes:
-        timings: dict[int, dict[str, Timing]] = {count: {} for count in tokens}
-        floors = _floors(shape, contenders, tokens, rates)
-        rows = [Row(shape.name, shape.sizes, count, floors[count], timings[count]) for count in tokens]
-        results.rows.extend(rows)
-        for contender in contenders:
-            start = time.perf_counter()
-            for message, where in _time(contender, shape, timings, device, nvml):
-                failed.setdefault(f"{contender.column.label}: {message}", []).append(where)
-            _free(device)
-            times = " ".join(_brief(timings[count].get(contender.column.label)) for count in tokens)
-            seconds = time.perf_counter() - start
-            print(f"{shape.name} {contender.column.label}: {times} ({seconds:.0f} s)", file=sys.stderr, flush=True)
-        yield rows
-    results.notes.extend(_note(message, places) for message, places in failed.items())
+    try:
+        for shape in shapes:
+            timings: dict[int, dict[str, Timing]] = {count: {} for count in tokens}
+            floors = _floors(shape, contenders, tokens, rates)
+            rows = [Row(shape.name, shape.sizes, count, floors[count], timings[count]) for count in tokens]
+            results.rows.extend(rows)
+            for contender in contenders:
+                start = time.perf_counter()
+                for message, where in _time(contender, shape, timings, device, nvml):
+                    failed.setdefault(f"{contender.column.label}: {message}", []).append(where)
+                _free(device)
+                times = " ".join(_brief(timings[count].get(contender.column.label)) for count in tokens)
+                seconds = time.perf_counter() - start
+                print(f"{shape.name} {contender.column.label}: {times} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+            yield rows
+    finally:
+        results.notes.extend(_note(message, places) for message, places in failed.items())
 
 
 def _time(

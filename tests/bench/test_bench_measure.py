@@ -99,6 +99,20 @@ def test_a_bug_of_ours_is_not_swallowed() -> None:
         run([Contender(Column("ours", "mxfp4", ours=True), MXFP4, broken, None, (torch.OutOfMemoryError,))])
 
 
+def test_notes_survive_a_run_cut_short() -> None:
+    def fails(spec: MoESpec) -> Layer:
+        raise RuntimeError("no kernel")
+
+    def stops(spec: MoESpec) -> Layer:
+        raise KeyboardInterrupt
+
+    contenders, _ = peer_contenders([StubPeer(("mxfp4",), fails), StubPeer(("bf16",), stops)], [MXFP4], HERE)
+    results = Results({}, ())
+    with pytest.raises(KeyboardInterrupt):
+        list(measure.measure(results, contenders, [SHAPE], (1,), Rates(), CPU, None))
+    assert results.notes == ["stub/mxfp4: RuntimeError: no kernel (at 4x2x64x64)"]
+
+
 def test_one_layer_in_memory_at_a_time() -> None:
     alive: set[str] = set()
 
