@@ -1,4 +1,7 @@
-"""Launches the W4A16 kernels: route, gate_up, down, combine. No host synchronisation; grids depend on shapes only."""
+"""Launches the W4A16 kernels: route, gate_up, down, combine, or two kernels for few tokens.
+
+No host synchronisation; grids depend on shapes only.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,18 @@ from functools import cache
 import torch
 import triton
 
+from ..layouts.lane_words import GROUP
 from ..spec import ActivationSpec
-from .w4a16_config import GemmConfig, W4A16Config, choose_config, choose_group, choose_split
+from .w4a16_config import (
+    DecodeConfig,
+    GemmConfig,
+    W4A16Config,
+    choose_config,
+    choose_decode,
+    choose_group,
+    choose_split,
+)
+from .w4a16_decode import down_decode_kernel, gate_up_decode_kernel
 from .w4a16_gemm import combine_kernel, down_kernel, gate_up_kernel
 from .w4a16_route import count_kernel, place_kernel, route_kernel
 
@@ -87,26 +100,117 @@ def run_experts(
     if num_tokens == 0:
         return out
     top_k, num_experts = topk_ids.shape[1], experts.num_experts
-    config = choose_config(_arch(hidden.device), topk_ids.numel(), num_experts)
+    arch, rows = _arch(hidden.device), experts.w13.rows.shape[1]
+    decode = choose_decode(arch, _sm_count(hidden.device), num_tokens, top_k, rows, hidden_size)
+    if decode is not None:
+        with torch.cuda.device_of(hidden):
+            _decode(hidden, topk_ids, topk_weights.contiguous(), experts, decode, out)
+        return out
+    config = choose_config(arch, topk_ids.numel(), num_experts)
     # A lower-precision combine rounds each product; a float32 result keeps them.
     dtype = torch.float32 if out_dtype == torch.float32 else hidden.dtype
     y = hidden.new_empty(topk_ids.numel(), hidden_size, dtype=dtype)
     block = 1024
     with torch.cuda.device_of(hidden):  # Triton launches on the current device
-        routes = route(topk_ids, num_experts, config.block_m)
+        routes = route(topk_ids, num_experts, config)
         h = _gate_up(hidden, experts, routes, top_k, config)
         _down(h, topk_weights.contiguous(), experts, routes, config, y)
         combine_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
-            y, topk_ids, out, hidden_size, num_experts, TOP_K=top_k, BLOCK=block, INTERPRETED=INTERPRETED, num_warps=4
+            y,
+            topk_ids,
+            out,
+            hidden_size,
+            num_experts,
+            TOP_K=top_k,
+            BLOCK=block,
+            INTERPRETED=INTERPRETED,
+            num_warps=4,
+            **_pdl(config),
         )
     return out
 
 
-def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routes:
+def _decode(
+    hidden: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    experts: Experts,
+    config: DecodeConfig,
+    out: torch.Tensor,
+) -> None:
+    """Write out [T, H], in two launches."""
+    w13, w2, activation = experts.w13, experts.w2, experts.activation
+    (num_tokens, hidden_size), top_k, num_pairs = hidden.shape, topk_ids.shape[1], topk_ids.numel()
+    rows = w13.rows.shape[1]
+    intermediate_size = rows // 2 if activation.gated else rows
+    h = hidden.new_empty(num_pairs, intermediate_size)
+    limit = 0.0 if activation.limit is None else activation.limit
+    common = {"E4M3": experts.e4m3, "INTERPRETED": INTERPRETED, **_pdl(config)}
+    gemm = config.gate_up
+    gate_up_decode_kernel[(num_pairs * (rows // gemm.block_n),)](
+        hidden,
+        w13.words,
+        w13.scales,
+        w13.rows,
+        w13.rows if w13.bias is None else w13.bias,
+        topk_ids,
+        h,
+        num_pairs,
+        experts.num_experts,
+        top_k,
+        hidden_size,
+        intermediate_size,
+        activation.alpha,
+        activation.beta,
+        limit,
+        limit if activation.up_limit is None else activation.up_limit,
+        BLOCK_P=max(8, triton.next_power_of_2(num_pairs)),
+        BLOCK_N=gemm.block_n,
+        PARTS=gemm.split,
+        GROUPS=gemm.groups,
+        PREFETCH=0 if INTERPRETED else gemm.prefetch,
+        ONE_TOKEN=num_tokens == 1,
+        WHOLE=hidden_size % (gemm.split * gemm.groups * GROUP) == 0,
+        HAS_BIAS=w13.bias is not None,
+        GATED=activation.gated,
+        BOUND=activation.bound if activation.limit is not None else "none",
+        KIND=activation.kind,
+        num_warps=gemm.split,
+        num_stages=gemm.num_stages,
+        **common,
+    )
+    gemm, slots = config.down, triton.next_power_of_2(top_k)
+    down_decode_kernel[(num_tokens * triton.cdiv(hidden_size, gemm.block_n),)](
+        h,
+        w2.words,
+        w2.scales,
+        w2.rows,
+        w2.rows if w2.bias is None else w2.bias.contiguous(),
+        topk_ids,
+        topk_weights,
+        out,
+        experts.num_experts,
+        hidden_size,
+        intermediate_size,
+        TOP_K=top_k,
+        SLOTS=slots,
+        SPLIT=gemm.split,
+        BLOCK_N=gemm.block_n,
+        GROUPS=gemm.groups,
+        PREFETCH=0 if INTERPRETED else gemm.prefetch,
+        WHOLE=intermediate_size % (gemm.split * gemm.groups * GROUP) == 0,
+        HAS_BIAS=w2.bias is not None,
+        num_warps=slots * gemm.split,
+        num_stages=gemm.num_stages,
+        **common,
+    )
+
+
+def route(topk_ids: torch.Tensor, num_experts: int, config: W4A16Config) -> Routes:
     """Sort pairs by expert, in one launch or two."""
     num_pairs = topk_ids.numel()
     bins = triton.next_power_of_2(num_experts + 2)
-    max_tiles = min(num_pairs, num_pairs // block_m + num_experts)
+    max_tiles = min(num_pairs, num_pairs // config.block_m + num_experts)
     chunk, num_warps = next((chunk, warps) for limit, chunk, warps in _CHUNKS if limit is None or num_pairs <= limit)
     num_chunks = triton.cdiv(num_pairs, chunk)
     num_arrivals = _MAX_ARRIVALS if num_chunks == 1 else 0
@@ -124,14 +228,15 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routes:
             routes.arrivals,
             num_pairs,
             num_experts,
-            BLOCK_M=block_m,
+            BLOCK_M=config.block_m,
             ARRIVALS=num_arrivals,
             **shape,
+            **_pdl(config),
         )
         return routes
     count_kernel[(num_chunks,)](topk_ids, counts, num_pairs, num_experts, **shape)
     place_kernel[(num_chunks,)](
-        topk_ids, counts, *routes.tiles, num_pairs, num_chunks, num_experts, BLOCK_M=block_m, **shape
+        topk_ids, counts, *routes.tiles, num_pairs, num_chunks, num_experts, BLOCK_M=config.block_m, **shape
     )
     return routes
 
@@ -226,10 +331,17 @@ def _constants(
         "SPLIT_K": split_k,
         "WHOLE": columns % gemm.block_k == 0,
         "E4M3": e4m3,
+        "PREFETCH": 0 if INTERPRETED else gemm.prefetch,
         "INTERPRETED": INTERPRETED,
+        **_pdl(config),
         "num_warps": gemm.num_warps,
         "num_stages": gemm.num_stages,
     }
+
+
+def _pdl(config: W4A16Config | DecodeConfig) -> dict[str, bool]:
+    """Launch a kernel so that it may start while the one before it still runs."""
+    return {"PDL": True, "launch_pdl": True} if config.pdl and not INTERPRETED else {"PDL": False}
 
 
 def _arch(device: torch.device) -> int:

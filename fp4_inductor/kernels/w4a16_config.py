@@ -12,12 +12,14 @@ class GemmConfig:
     Attributes:
         block_n: weight rows of a program; a multiple of 64.
         block_k: columns of a step; a multiple of 64.
+        prefetch: 64-column groups that a program asks the L2 cache for before it starts; 0 or a power of two.
     """
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    prefetch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +29,14 @@ class W4A16Config:
     Attributes:
         block_m: tokens of a tile.
         group_m: tiles that run side by side on one piece of the weights.
+        pdl: a kernel may start while the one before it still runs.
     """
 
     block_m: int
     group_m: int
     gate_up: GemmConfig
     down: GemmConfig
+    pdl: bool = False
 
 
 @dataclass(frozen=True, slots=True)

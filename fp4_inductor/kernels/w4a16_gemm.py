@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _ROWS = tl.constexpr(64)
 _GROUP = tl.constexpr(64)
 _PLANE = tl.constexpr(16)
 _GRANULE = tl.constexpr(8)
+_LINE = tl.constexpr(128)
+"""Bytes of a cache line."""
 
 
 @triton.jit
@@ -297,6 +300,28 @@ def _rows_of_tile(tile, tile_expert, tile_row, expert_end, order, BLOCK_M: tl.co
 
 
 @triton.jit
+def prefetch(pointers):
+    """Bring the lines at ``pointers`` into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _prefetch_weights(
+    words, scales, row, end_row, group, groups, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, E4M3: tl.constexpr
+):
+    """Prefetch GROUPS groups from ``group`` of an expert's rows from ``row``, as ``_load_weights`` would read them."""
+    LINES: tl.constexpr = _ROWS * _PLANE * 2 // _LINE
+    SCALE_LINES: tl.constexpr = 2 if E4M3 else 1
+    tile = tl.minimum(row // _ROWS + tl.arange(0, BLOCK_N // _ROWS), end_row // _ROWS - 1) * groups
+    line = tl.minimum(group * LINES + tl.arange(0, GROUPS * LINES), groups * LINES - 1)
+    prefetch(words + (tile * LINES)[:, None] * (_LINE // 2) + line[None, :] * (_LINE // 2))
+    line = tl.minimum(group * SCALE_LINES + tl.arange(0, GROUPS * SCALE_LINES), groups * SCALE_LINES - 1)
+    prefetch(scales + (tile * SCALE_LINES)[:, None] * (_LINE // 4) + line[None, :] * (_LINE // 4))
+
+
+@triton.jit
 def _scale_and_bias(acc, row_scale, bias, rows, HAS_BIAS: tl.constexpr):
     """An accumulator [n, m] times the factors of its weight rows, plus their bias."""
     acc *= tl.load(row_scale + rows)[:, None]
@@ -349,8 +374,13 @@ def gate_up_kernel(
     BOUND: tl.constexpr,
     KIND: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    PREFETCH: tl.constexpr = 0,
+    PDL: tl.constexpr = False,
 ):
     """h = act(hidden @ w13) for one token tile and BLOCK_N rows of w13."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     block = tl.program_id(0) // SPLIT_K
     split = tl.program_id(0) % SPLIT_K
     N = I * 2 if GATED else I
@@ -369,6 +399,8 @@ def gate_up_kernel(
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     first, end = _split_range(H, split, BLOCK_K, SPLIT_K)
+    if PREFETCH > 0:
+        _prefetch_weights(words, scales, first_row, N, first // _GROUP, groups, BLOCK_N, PREFETCH, E4M3)
     for k in range(first, end, BLOCK_K):
         x = _load_tokens(tokens, k, H, BLOCK_K, WHOLE)
         w = _load_weights(
@@ -421,13 +453,17 @@ def down_kernel(
     E4M3: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    PREFETCH: tl.constexpr = 0,
+    PDL: tl.constexpr = False,
 ):
     """y = topk_weight * (h @ w2 + bias) for one token tile and BLOCK_N output columns."""
     block = tl.program_id(0) // SPLIT_K
     split = tl.program_id(0) % SPLIT_K
     blocks = tl.cdiv(H, BLOCK_N)
-    tiles = tl.load(num_tiles)
+    tiles = tl.load(num_tiles)  # gate_up waited for the route before this kernel could start
     if block >= tiles * blocks:
+        if PDL:
+            gdc_wait()
         return
     tile, row_block = _place_block(block, tiles, blocks, GROUP_M)
     DTYPE: tl.constexpr = h.dtype.element_ty
@@ -442,6 +478,11 @@ def down_kernel(
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     first, end = _split_range(I, split, BLOCK_K, SPLIT_K)
+    if PREFETCH > 0:
+        _prefetch_weights(words, scales, first_row, N, first // _GROUP, groups, BLOCK_N, PREFETCH, E4M3)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     for k in range(first, end, BLOCK_K):
         x = _load_tokens(rows, k, I, BLOCK_K, WHOLE)
         w = _load_weights(
@@ -471,8 +512,12 @@ def combine_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """out[t] = sum over slots of y[t, slot], in slot order and float32; slots without an expert are not read."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)

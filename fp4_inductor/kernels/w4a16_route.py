@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -63,8 +64,12 @@ def route_kernel(
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ARRIVALS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Everything in one program, for at most CHUNK pairs."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     tl.store(arrivals + tl.arange(0, ARRIVALS), tl.zeros((ARRIVALS,), dtype=tl.int32))
     pair = tl.arange(0, CHUNK)
     key = _keys(topk_ids, pair, num_pairs, num_experts)

@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 
-from fp4_inductor.kernels import w4a16_gemm, w4a16_route  # noqa: E402
+from fp4_inductor.kernels import w4a16_decode, w4a16_gemm, w4a16_route  # noqa: E402
 
 POINTERS = {"words": "i16", "row_scale": "fp32", "bias": "fp32", "topk_weights": "fp32", "topk_ids": "i64"}
 ACTIVATIONS = ("hidden", "h", "y", "out")
@@ -33,6 +33,7 @@ def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compile_for(arch: int, kernel: Any, constants: dict[str, object], dtype: str, **options: int) -> CompiledKernel:
     """The kernel as a launch with 16-byte aligned pointers and sizes would compile it."""
+    constants = {p.name: p.default for p in kernel.params if p.has_default} | constants
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -124,6 +125,28 @@ def test_route_kernels(arch: int) -> None:
     compile_for(arch, w4a16_route.count_kernel, shape, "bf16", num_warps=4)
     compile_for(arch, w4a16_route.place_kernel, shape | {"BLOCK_M": 16}, "bf16", num_warps=4)
     compile_for(arch, w4a16_route.route_kernel, shape | {"BLOCK_M": 16, "ARRIVALS": 512}, "bf16", num_warps=4)
+
+
+DECODE = {"GROUPS": 1, "PREFETCH": 64, "WHOLE": False, "HAS_BIAS": True, "INTERPRETED": False}
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_few_tokens(arch: int, e4m3: bool) -> None:
+    """Two programs of each kernel fit a multiprocessor; the first wait stands before the first trigger."""
+    decode = DECODE | {"E4M3": e4m3, "PDL": arch >= 90}
+    gate_up = decode | {"BLOCK_P": 8, "BLOCK_N": 64, "PARTS": 8, "ONE_TOKEN": True}
+    gate_up |= {"GATED": True, "BOUND": "clamp", "KIND": "silu"}
+    down = decode | {"TOP_K": 4, "SLOTS": 4, "SPLIT": 4, "BLOCK_N": 16}
+    for kernel, constants, warps in (
+        (w4a16_decode.gate_up_decode_kernel, gate_up, 8),
+        (w4a16_decode.down_decode_kernel, down, 16),
+    ):
+        built = compile_for(arch, kernel, constants, "bf16", num_warps=warps, num_stages=3)
+        assert "mma.sync" in built.asm["ptx"]
+        assert 2 * built.metadata.shared <= DeviceInfo.parse(f"sm_{arch}").shared_memory
+        waits = [line for line in built.asm["ptx"].splitlines() if "griddepcontrol" in line]
+        assert ["wait" in line for line in waits] == ([True, False] if arch >= 90 else [])
 
 
 def test_every_family_has_configurations_that_fit() -> None:

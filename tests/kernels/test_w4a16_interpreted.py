@@ -17,7 +17,8 @@ from tolerances import assert_close_per_token
 
 from fp4_inductor.backends import get_backend
 from fp4_inductor.device import DeviceInfo
-from fp4_inductor.formats import MXFP4, NVFP4
+from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
+from fp4_inductor.kernels import w4a16_config
 from fp4_inductor.plan import prepare, run_plan
 from fp4_inductor.spec import Operand
 
@@ -59,6 +60,24 @@ def test_matches_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt_oss", "odd_sizes", "long_rows", "not_gated", "float16"])
 def test_matches_the_reference_in_mxfp4(name: str) -> None:
     check(make_case(MXFP4, **EXPERTS_CASES[name]))
+
+
+@interpreted
+@pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=str)
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    [("gpt_oss", 1), ("gpt_oss", 3), ("odd_sizes", 2), ("long_rows", 1), ("outside_ids", 3), ("not_gated", 2)],
+)
+def test_few_tokens(name: str, num_tokens: int, fmt: BlockFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w4a16_config, "_DECODE_PAIRS", 64)
+    check(make_case(fmt, **{**EXPERTS_CASES[name], "num_tokens": num_tokens}))
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["float16", "low_weights", "float32_out", "up_first", "softcap"])
+def test_few_tokens_of_every_type(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w4a16_config, "_DECODE_PAIRS", 64)
+    check(make_case(NVFP4, **{**EXPERTS_CASES[name], "num_tokens": 2}))
 
 
 @interpreted
