@@ -15,11 +15,13 @@ sequence; prefill one of 8 sequences of 1024 tokens without a cache. Logits of t
 with CUDA graphs and static shapes. A call's time is that of 20 calls back to back on the wall clock, synchronised at
 the end, over 20; the median of 5 such runs.
 
-Every variant runs in a process of its own, and its first case starts with empty Inductor and Triton caches: the first
-call of that case is what compile times can be compared by. "peak" is the most memory allocated on the device during
-timed calls. "experts" is by how much memory allocated falls when, in the end, compiled code is thrown away first and
-then the parameters of all experts modules are: the originals that are still on the device and what was prepared from
-them. "kernels" counts the Triton kernels of fp4_inductor that this and earlier cases of the process have compiled.
+Every variant runs in a process of its own, and its first case starts with empty Inductor and Triton caches. "first
+call" is that case's first call: compilation, one run and, for fp4moe, "prepare": re-laying the weights and moving the
+originals to host memory, which is no compilation and grows with the weights. "peak" is the most memory allocated on
+the device by the calls after the first of a case, among them those that capture CUDA graphs. "experts" is by how much
+memory allocated falls in the end when, compiled code being thrown away already, the parameters of all experts modules
+are: originals that are still on the device, and what was prepared from them. "kernels" counts the Triton kernels of
+fp4_inductor that all cases of the process have compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -170,6 +174,30 @@ def allocated(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
+def take_peak(device: str) -> int:
+    """The most memory allocated since the last time of asking."""
+    if device != "cuda":
+        return 0
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+class Preparing(logging.Handler):
+    """Adds up what fp4_inductor logs about re-laying weights, which other variants have no need of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        log = logging.getLogger("fp4_inductor.fold")
+        log.addHandler(self)
+        log.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if match := re.search(r"ready after ([\d.]+) s", record.getMessage()):
+            self.seconds += float(match[1])
+
+
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One result a case, then one with what the experts hold on the device."""
     name, variant, device = args.models[0], args.variants[0], args.device
@@ -177,6 +205,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = build_model(name, variant, args)
     print(f"{name} {variant}: built in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     compile_model(model, variant, device)
+    preparing = Preparing()
     for case in args.cases:
         if case == "prefill":
             shape = (2, 16) if args.tiny else PREFILL
@@ -184,11 +213,12 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         else:
             tokens = int(case.removeprefix("decode"))
             call = decode_call(model, tokens, device)
+        preparing.seconds = 0.0
+        take_peak(device)
         first = seconds_of(call, 1, device)
+        setup_peak = take_peak(device)
         finite = bool(call().isfinite().all())
         seconds_of(call, 3, device)  # CUDA graphs are captured
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         seconds = statistics.median(seconds_of(call, args.calls, device) for _ in range(args.repeats))
         yield {
             "model": name,
@@ -197,8 +227,10 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "tokens": tokens,
             "milliseconds": 1e3 * seconds,
             "tokens_per_second": tokens / seconds,
-            "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+            "peak_bytes": take_peak(device),
+            "setup_peak_bytes": setup_peak,
             "first_call_seconds": first,
+            "prepare_seconds": preparing.seconds,
             "kernels": compiled_kernels(),
             "finite": finite,
         }
@@ -239,7 +271,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         own = [result for result in results if result["model"] == name]
         cases = list(dict.fromkeys(result["case"] for result in own if "case" in result))
         head = f"{name + ', tokens/s':28}" + "".join(f"{case:>12}" for case in cases)
-        lines.append(f"{head}{'peak MiB':>12}{'experts MiB':>12}{'first call s':>14}{'kernels':>9}")
+        lines.append(f"{head}{'peak MiB':>12}{'experts MiB':>12}{'first call s':>14}{'prepare s':>11}{'kernels':>9}")
         for variant in dict.fromkeys(result["variant"] for result in own):
             rows = [result for result in own if result["variant"] == variant and "case" in result]
             rates = {row["case"]: row["tokens_per_second"] for row in rows}
@@ -250,7 +282,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             line += f"{max((row['peak_bytes'] for row in rows), default=0) / 2**20:>12.0f}"
             line += f"{(experts[0] if experts else 0) / 2**20:>12.0f}"
             if rows:
-                line += f"{rows[0]['first_call_seconds']:>14.1f}{rows[-1]['kernels']:>9}"
+                line += f"{rows[0]['first_call_seconds']:>14.1f}{rows[0]['prepare_seconds']:>11.1f}"
+                line += f"{rows[-1]['kernels']:>9}"
             lines.append(line)
     return "\n".join(lines)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -270,6 +271,7 @@ class FoldedCall:
         self._last = _Prepared((), ())
         # One recipe at a time, so that the peak above the prepared weights is one weight's temporaries.
         bar = tqdm(self._recipes, desc="preparing FP4 weights", unit="tensor", disable=None, delay=2, leave=False)
+        start = time.perf_counter()
         entries = []
         left: dict[str, int] = {}
         for recipe in bar:
@@ -279,6 +281,7 @@ class FoldedCall:
                     left[why_not] = left.get(why_not, 0) + args[i].nbytes
         for why_not, num_bytes in left.items():
             logger.warning("%d bytes of original weights are not released: %s", num_bytes, why_not)
+        logger.info("%d prepared weights are ready after %.2f s", len(entries), time.perf_counter() - start)
         seen = tuple((weakref.ref(args[i]), stamp(args[i])) for i in self._sources)
         self._last = _Prepared(seen, tuple(entries))
         return self._last
