@@ -112,7 +112,7 @@ def run_experts(
     y = hidden.new_empty(topk_ids.numel(), hidden_size, dtype=dtype)
     block = 1024
     with torch.cuda.device_of(hidden):  # Triton launches on the current device
-        routes = route(topk_ids, num_experts, config)
+        routes = route(topk_ids, num_experts, config.block_m, config.pdl)
         h = _gate_up(hidden, experts, routes, top_k, config)
         _down(h, topk_weights.contiguous(), experts, routes, config, y)
         combine_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
@@ -125,7 +125,7 @@ def run_experts(
             BLOCK=block,
             INTERPRETED=INTERPRETED,
             num_warps=4,
-            **_pdl(config),
+            **_pdl(config.pdl),
         )
     return out
 
@@ -145,7 +145,7 @@ def _decode(
     intermediate_size = rows // 2 if activation.gated else rows
     h = hidden.new_empty(num_pairs, intermediate_size)
     limit = 0.0 if activation.limit is None else activation.limit
-    common = {"E4M3": experts.e4m3, "INTERPRETED": INTERPRETED, **_pdl(config)}
+    common = {"E4M3": experts.e4m3, "INTERPRETED": INTERPRETED, **_pdl(config.pdl)}
     gemm = config.gate_up
     gate_up_decode_kernel[(num_pairs * (rows // gemm.block_n),)](
         hidden,
@@ -206,11 +206,11 @@ def _decode(
     )
 
 
-def route(topk_ids: torch.Tensor, num_experts: int, config: W4A16Config) -> Routes:
+def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, pdl: bool = False) -> Routes:
     """Sort pairs by expert, in one launch or two."""
     num_pairs = topk_ids.numel()
     bins = triton.next_power_of_2(num_experts + 2)
-    max_tiles = min(num_pairs, num_pairs // config.block_m + num_experts)
+    max_tiles = min(num_pairs, num_pairs // block_m + num_experts)
     chunk, num_warps = next((chunk, warps) for limit, chunk, warps in _CHUNKS if limit is None or num_pairs <= limit)
     num_chunks = triton.cdiv(num_pairs, chunk)
     num_arrivals = _MAX_ARRIVALS if num_chunks == 1 else 0
@@ -228,15 +228,15 @@ def route(topk_ids: torch.Tensor, num_experts: int, config: W4A16Config) -> Rout
             routes.arrivals,
             num_pairs,
             num_experts,
-            BLOCK_M=config.block_m,
+            BLOCK_M=block_m,
             ARRIVALS=num_arrivals,
             **shape,
-            **_pdl(config),
+            **_pdl(pdl),
         )
         return routes
     count_kernel[(num_chunks,)](topk_ids, counts, num_pairs, num_experts, **shape)
     place_kernel[(num_chunks,)](
-        topk_ids, counts, *routes.tiles, num_pairs, num_chunks, num_experts, BLOCK_M=config.block_m, **shape
+        topk_ids, counts, *routes.tiles, num_pairs, num_chunks, num_experts, BLOCK_M=block_m, **shape
     )
     return routes
 
@@ -333,15 +333,15 @@ def _constants(
         "E4M3": e4m3,
         "PREFETCH": 0 if INTERPRETED else gemm.prefetch,
         "INTERPRETED": INTERPRETED,
-        **_pdl(config),
+        **_pdl(config.pdl),
         "num_warps": gemm.num_warps,
         "num_stages": gemm.num_stages,
     }
 
 
-def _pdl(config: W4A16Config | DecodeConfig) -> dict[str, bool]:
+def _pdl(wanted: bool) -> dict[str, bool]:
     """Launch a kernel so that it may start while the one before it still runs."""
-    return {"PDL": True, "launch_pdl": True} if config.pdl and not INTERPRETED else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if wanted and not INTERPRETED else {"PDL": False}
 
 
 def _arch(device: torch.device) -> int:
