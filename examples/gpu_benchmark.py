@@ -200,6 +200,8 @@ class Preparing(logging.Handler):
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One result a case, then one with what the experts hold on the device."""
+    from torch._dynamo.utils import counters
+
     name, variant, device = args.models[0], args.variants[0], args.device
     start = time.perf_counter()
     model = build_model(name, variant, args)
@@ -232,6 +234,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "first_call_seconds": first,
             "prepare_seconds": preparing.seconds,
             "kernels": compiled_kernels(),
+            "without_cuda_graphs": counters["inductor"].pop("cudagraph_skips", 0),
             "finite": finite,
         }
         del call
@@ -284,6 +287,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             if rows:
                 line += f"{rows[0]['first_call_seconds']:>14.1f}{rows[0]['prepare_seconds']:>11.1f}"
                 line += f"{rows[-1]['kernels']:>9}"
+            if skipped := [row["case"] for row in rows if row["without_cuda_graphs"]]:
+                line += f"  without CUDA graphs: {', '.join(skipped)}"
             lines.append(line)
     return "\n".join(lines)
 
