@@ -134,7 +134,7 @@ def _emit(graph: fx.Graph, match: Match, selection: Selection) -> Emitted | None
 
 
 def _verification(graph: fx.Graph, rewrites: list[Rewrite]) -> Verification | None:
-    lowered = [(match, new.result, selection.chosen or "") for match, selection, new in rewrites if new is not None]
+    lowered = [(match, new.result, selection) for match, selection, new in rewrites if new is not None]
     return Verification(graph, lowered) if lowered else None
 
 

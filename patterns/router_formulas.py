@@ -54,10 +54,16 @@ def scores_of(spec: RouterSpec, logits: torch.Tensor, bias: torch.Tensor | None)
     if spec.num_groups == 1:
         return scores, selection
     groups = selection.reshape(*selection.shape[:-1], spec.num_groups, -1)
-    best = groups.topk(min(2, groups.shape[-1]) if spec.group_score == "top2_sum" else 1, dim=-1).values.sum(-1)
+    best = group_scores(spec, selection)
     kept = torch.zeros_like(best, dtype=torch.bool)
     kept.scatter_(-1, best.topk(spec.topk_groups, dim=-1).indices, True)
     return scores, torch.where(kept[..., None], groups, spec.group_fill).flatten(-2)
+
+
+def group_scores(spec: RouterSpec, selection: torch.Tensor) -> torch.Tensor:
+    """How good each group ``[T, G]`` is, by what its experts ``[T, E]`` are selected by."""
+    groups = selection.reshape(*selection.shape[:-1], spec.num_groups, -1)
+    return groups.topk(min(2, groups.shape[-1]) if spec.group_score == "top2_sum" else 1, dim=-1).values.sum(-1)
 
 
 def score(scoring: Scoring, logits: torch.Tensor) -> torch.Tensor:

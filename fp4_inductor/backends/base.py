@@ -1,7 +1,8 @@
 """What a kernel backend is: three pure questions over (spec, device). A backend never touches FX.
 
 Backends that compute the experts grade ``(hidden, ids, weights, w13, w2, ...) -> [T, H]`` share one op
-schema, so that every fused call reads the same in a dump.
+schema, so that every fused call reads the same in a dump. Those that also route share a second one, with the
+router's logits and fields in the place of ids and weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..device import DeviceInfo
 from ..formats import BlockFormat
 from ..plan import KernelPlan, PlanArg, Prepared
 from ..reasons import Verdict
-from ..spec import RUNTIME, ActivationSpec, GateUpOrder, MoESpec, Operand
+from ..spec import RUNTIME, ActivationSpec, GateUpOrder, MoESpec, Operand, RouterSpec, Runtime, Scoring
 
 
 @runtime_checkable
@@ -66,8 +67,34 @@ class ExpertsCall:
     out_dtype: torch.dtype
 
 
-_SCHEMA = (
-    "(Tensor hidden, Tensor topk_ids, Tensor topk_weights, "
+@dataclass(frozen=True, slots=True)
+class RouterCall:
+    """The router's arguments of a routed op, decoded.
+
+    Attributes:
+        spec: scores are float32, and a RUNTIME factor is replaced by its value where the host knows it.
+        logits: [T, E]; bias, expert_scale: [E]; scale: one element, where ``spec.scaling_factor`` is RUNTIME.
+        weights_dtype: in which weights leave the router.
+    """
+
+    spec: RouterSpec
+    top_k: int
+    weights_dtype: torch.dtype
+    logits: torch.Tensor
+    bias: torch.Tensor | None
+    scale: torch.Tensor | None
+    expert_scale: torch.Tensor | None
+
+
+_ROUTING_SCHEMA = "Tensor topk_ids, Tensor topk_weights, "
+_ROUTER_SCHEMA = (
+    "Tensor router_logits, Tensor? router_bias, Tensor? router_scale, Tensor? router_expert_scale, "
+    "int top_k, str scoring, bool topk_before_scoring, int num_groups, int topk_groups, str group_score, "
+    "float group_fill, bool renormalize, float renormalize_eps, float renormalize_min, float scaling_factor, "
+    "ScalarType weights_dtype, "
+)
+_NUM_ROUTER_ARGS = _ROUTER_SCHEMA.count(",")
+_EXPERTS_SCHEMA = (
     "Tensor w13, Tensor w13_scale, Tensor? w13_global, Tensor? w13_bias, "
     "Tensor w2, Tensor w2_scale, Tensor? w2_global, Tensor? w2_bias, "
     "Tensor? alpha_input, Tensor? beta_input, Tensor? limit_input, Tensor? up_limit_input, "
@@ -89,11 +116,32 @@ def define_experts_op(name: str, kernel: Callable[[ExpertsCall], torch.Tensor]) 
     def implementation(*args: object) -> torch.Tensor:
         return kernel(_decode(*args))  # type: ignore[arg-type]
 
+    return _define(name, _ROUTING_SCHEMA, implementation)
+
+
+def define_routed_op(
+    name: str, kernel: Callable[[RouterCall, Callable[[torch.Tensor, torch.Tensor], ExpertsCall]], torch.Tensor]
+) -> str:
+    """As ``define_experts_op``, for an op that gets logits: ``kernel`` gives ids and weights and gets the rest."""
+
+    def implementation(hidden: torch.Tensor, *args: object) -> torch.Tensor:
+        router, rest = args[:_NUM_ROUTER_ARGS], args[_NUM_ROUTER_ARGS:]
+
+        def experts(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> ExpertsCall:
+            return _decode(hidden, topk_ids, topk_weights, *rest)  # type: ignore[arg-type]
+
+        return kernel(_decode_router(*router), experts)  # type: ignore[arg-type]
+
+    return _define(name, _ROUTER_SCHEMA, implementation)
+
+
+def _define(name: str, routing_schema: str, implementation: Callable[..., torch.Tensor]) -> str:
     def fake(hidden: torch.Tensor, *args: object) -> torch.Tensor:
         return hidden.new_empty(hidden.shape, dtype=args[-1])  # type: ignore[call-overload, no-any-return]
 
     qualified = f"fp4_inductor::{name}"
-    _library.define(f"{name}{_SCHEMA}", tags=(torch.Tag.needs_exact_strides,))
+    schema = f"(Tensor hidden, {routing_schema}{_EXPERTS_SCHEMA}"
+    _library.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
     return qualified
@@ -158,6 +206,35 @@ def experts_args(
     )
 
 
+def routed_args(spec: MoESpec, args: tuple[PlanArg, ...]) -> tuple[PlanArg, ...]:
+    """Plan arguments of a routed op, from those of an experts op; ``spec.router`` has neither given ids nor columns
+    for shared or null experts, and is no sparsemixer."""
+    router = spec.router
+    assert isinstance(router, RouterSpec), "the router must be known"
+    runtime = router.scaling_factor is RUNTIME
+    hidden, _, _, *experts = args
+    return (
+        hidden,
+        Operand.ROUTER_LOGITS,
+        Operand.ROUTER_BIAS if router.has_bias else None,
+        Operand.ROUTER_SCALE if runtime else None,
+        Operand.ROUTER_EXPERT_SCALE if router.has_expert_scale else None,
+        spec.top_k,
+        str(router.scoring),
+        router.topk_before_scoring,
+        router.num_groups,
+        router.topk_groups,
+        router.group_score,
+        router.group_fill,
+        router.renormalize,
+        router.renormalize_eps,
+        router.renormalize_min,
+        1.0 if runtime else float(router.scaling_factor),  # type: ignore[arg-type]
+        spec.weights_dtype,
+        *experts,
+    )
+
+
 def _decode(
     hidden: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -211,4 +288,50 @@ def _decode(
             has_global_scale=w13_global is not None,
         ),
         out_dtype=out_dtype,
+    )
+
+
+def _decode_router(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    expert_scale: torch.Tensor | None,
+    top_k: int,
+    scoring: str,
+    topk_before_scoring: bool,
+    num_groups: int,
+    topk_groups: int,
+    group_score: str,
+    group_fill: float,
+    renormalize: bool,
+    renormalize_eps: float,
+    renormalize_min: float,
+    scaling_factor: float,
+    weights_dtype: torch.dtype,
+) -> RouterCall:
+    factor: float | Runtime = scaling_factor
+    if scale is not None:
+        # A scalar on a device stays there; one that Dynamo made of a Python float is on the host.
+        factor, scale = (float(scale), None) if scale.device.type == "cpu" else (RUNTIME, scale.reshape(1))
+    return RouterCall(
+        spec=RouterSpec(
+            Scoring(scoring),
+            topk_before_scoring=topk_before_scoring,
+            has_bias=bias is not None,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            group_score=group_score,  # type: ignore[arg-type]
+            group_fill=group_fill,
+            renormalize=renormalize,
+            renormalize_eps=renormalize_eps,
+            renormalize_min=renormalize_min,
+            scaling_factor=factor,
+            has_expert_scale=expert_scale is not None,
+        ),
+        top_k=top_k,
+        weights_dtype=weights_dtype,
+        logits=logits.reshape(-1, logits.shape[-1]),
+        bias=None if bias is None else bias.reshape(-1),
+        scale=scale,
+        expert_scale=None if expert_scale is None else expert_scale.reshape(-1),
     )

@@ -2,12 +2,15 @@
 
 Weights are decoded exactly: e2m1 times block scale is exact in both activation types, and a float32 factor a
 row multiplies the accumulator. Rows and columns of any multiple of 32 are padded to 64 with zero codes by the
-re-layout; one layout serves every token count.
+re-layout; one layout serves every token count. Where the router is recognised and of a kind that the kernels know,
+they route from its logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,35 +23,58 @@ from ..layouts.lane_scales import absorb_scale_signs, e4m3_bytes, e4m3_rows, e8m
 from ..layouts.lane_words import ROWS, to_lane_words
 from ..plan import KernelPlan, Prepared
 from ..reasons import Reason, ReasonCode, Verdict
-from ..spec import GateUpOrder, MoESpec, Operand
-from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args
+from ..spec import GateUpOrder, MoESpec, Operand, RouterSpec, Scoring
+from .base import (
+    ExpertsCall,
+    ExpertWeights,
+    RouterCall,
+    define_experts_op,
+    define_routed_op,
+    experts_args,
+    routed_args,
+)
+
+if TYPE_CHECKING:
+    from ..kernels.w4a16 import Experts
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 _BOUNDS = ("clamp", "clamp_activated", "softcap")
 _ACT_DTYPES = (torch.bfloat16, torch.float16)
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MULTIPLE = 32
+_SCORINGS = (Scoring.SOFTMAX, Scoring.SIGMOID, Scoring.SQRT_SOFTPLUS)
+_MAX_ROUTED = 1024
+"""Experts that one program's registers hold the scores of."""
 
 
 def _moe(call: ExpertsCall) -> torch.Tensor:
-    from ..kernels.w4a16 import Experts, Weights, run_experts
+    from ..kernels.w4a16 import run_experts
+
+    return run_experts(call.hidden, call.topk_ids, call.topk_weights, _experts(call), call.out_dtype)
+
+
+def _moe_routed(call: RouterCall, experts: Callable[[torch.Tensor, torch.Tensor], ExpertsCall]) -> torch.Tensor:
+    from ..kernels.w4a16_routing import Router, topk
+
+    router = Router(call.spec, call.top_k, call.weights_dtype, call.bias, call.scale, call.expert_scale)
+    return _moe(experts(*topk(call.logits, router)))
+
+
+def _experts(call: ExpertsCall) -> Experts:
+    from ..kernels.w4a16 import Experts, Weights
 
     def weights(given: ExpertWeights) -> Weights:
         assert given.global_scale is not None, "the plan always prepares row factors"
         return Weights(given.codes, given.scale, given.global_scale, given.bias)
 
-    experts = Experts(
-        weights(call.w13),
-        weights(call.w2),
-        call.activation,
-        e4m3=call.weight_format.scale_encoding == "e4m3",
-    )
-    return run_experts(call.hidden, call.topk_ids, call.topk_weights, experts, call.out_dtype)
+    e4m3 = call.weight_format.scale_encoding == "e4m3"
+    return Experts(weights(call.w13), weights(call.w2), call.activation, e4m3=e4m3)
 
 
 class TritonW4A16Backend:
     name = "triton_w4a16"
     op = define_experts_op("moe_triton_w4a16", _moe)
+    routed_op = define_routed_op("moe_triton_w4a16_routed", _moe_routed)
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
         reasons = [*_device_reasons(device), *_spec_reasons(spec)]
@@ -62,7 +88,10 @@ class TritonW4A16Backend:
         w13 = _weight("w13", spec.weight_format, order, spec.has_w13_bias)
         w2 = _weight("w2", spec.weight_format, None, False)
         args = experts_args(spec, **w13, **w2, w13_order=spec.w13_order)
-        return KernelPlan(self.op, args, layout="lane words, 64x64 tiles", padding=_padding(spec))
+        op = self.op
+        if _routes(spec):
+            op, args = self.routed_op, routed_args(spec, args)
+        return KernelPlan(op, args, layout="lane words, 64x64 tiles", padding=_padding(spec))
 
 
 def _device_reasons(device: DeviceInfo) -> list[Reason]:
@@ -100,6 +129,19 @@ def _spec_reasons(spec: MoESpec) -> list[Reason]:
     if spec.local_experts is not None:
         reasons.append(Reason(ReasonCode.PARALLEL, "every expert on this device", str(spec.local_experts)))
     return reasons
+
+
+def _routes(spec: MoESpec) -> bool:
+    """Whether the kernels know the router. One that rounds scores to less than float32 stays in the graph: where it
+    rounds decides between experts that are nearly equal."""
+    router = spec.router
+    return (
+        isinstance(router, RouterSpec)
+        and router.scoring in _SCORINGS
+        and router.dtype is torch.float32
+        and spec.num_experts <= _MAX_ROUTED
+        and not (router.ids_given or router.num_shared_experts or router.num_null_experts or spec.weight_on_input)
+    )
 
 
 def _padding(spec: MoESpec) -> str:
