@@ -25,6 +25,7 @@ from .w4a16_config import (
 from .w4a16_decode import down_decode_kernel, gate_up_decode_kernel
 from .w4a16_gemm import combine_kernel, down_kernel, gate_up_kernel
 from .w4a16_route import count_kernel, place_kernel, route_kernel
+from .w4a16_tuning import choose_tuned
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run on the CPU in Triton's interpreter, which knows no inline assembly and no bfloat16 product."""
@@ -85,11 +86,13 @@ def run_experts(
     topk_weights: torch.Tensor,
     experts: Experts,
     out_dtype: torch.dtype,
+    table: str = "",
 ) -> torch.Tensor:
     """The block.
 
     Args:
         hidden: [T, H] bfloat16 or float16; topk_ids: [T, k] int; topk_weights: [T, k] float.
+        table: configurations by token count, see ``w4a16_tuning``; "" is the device family's.
 
     Returns:
         [T, H] in ``out_dtype``.
@@ -106,7 +109,7 @@ def run_experts(
         with torch.cuda.device_of(hidden):
             _decode(hidden, topk_ids, topk_weights.contiguous(), experts, decode, out)
         return out
-    config = choose_config(arch, topk_ids.numel(), num_experts)
+    config = choose_tuned(table, num_tokens) if table else choose_config(arch, topk_ids.numel(), num_experts)
     # A lower-precision combine rounds each product; a float32 result keeps them.
     dtype = torch.float32 if out_dtype == torch.float32 else hidden.dtype
     y = hidden.new_empty(topk_ids.numel(), hidden_size, dtype=dtype)

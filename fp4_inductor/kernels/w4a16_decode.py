@@ -96,7 +96,7 @@ def _prefetch_rows(words, scales, row, groups, BLOCK_N: tl.constexpr, GROUPS: tl
     prefetch(scales[:, None] + (tile * _scale_words(E4M3) + scale)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_decode_kernel(
     hidden,  # [T, H]
     words,  # int16 [E, R, G, 64, 16]; gated: rows in granules

@@ -9,12 +9,10 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import cache
-from typing import Literal, TypeAlias
 
 from .w4a16_config import GemmConfig, W4A16Config, shared_memory
 
-Part: TypeAlias = Literal["tiles", "gate_up", "down"]
-PARTS: tuple[Part, ...] = ("tiles", "gate_up", "down")
+PARTS = ("tiles", "gate_up", "down")
 """What is tuned, one after the other: token tiles of both GEMMs, then each GEMM alone."""
 
 _TILES = (16, 32, 64, 128)
@@ -49,7 +47,7 @@ def choose_tuned(table: str, num_tokens: int) -> W4A16Config:
     raise AssertionError("the last row has no limit")
 
 
-def variants(config: W4A16Config, part: Part, limit: int) -> tuple[W4A16Config, ...]:
+def variants(config: W4A16Config, part: str, limit: int) -> tuple[W4A16Config, ...]:
     """``config``, then what differs from it in one number of ``part`` and takes at most ``limit`` shared memory."""
     near = _tiles(config) if part == "tiles" else _gemms(config, part)
     return config, *(other for other in near if other != config and _fits(other, limit))
@@ -63,7 +61,7 @@ def _tiles(config: W4A16Config) -> Iterator[W4A16Config]:
         yield replace(config, group_m=1 if config.group_m > 1 else 16)
 
 
-def _gemms(config: W4A16Config, part: Literal["gate_up", "down"]) -> Iterator[W4A16Config]:
+def _gemms(config: W4A16Config, part: str) -> Iterator[W4A16Config]:
     gemm: GemmConfig = getattr(config, part)
     for name, values in _CHOICES.items():
         for value in values:

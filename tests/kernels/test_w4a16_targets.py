@@ -136,6 +136,20 @@ def test_what_sorts_and_combines_fits(arch: int, tmp_path: Path) -> None:
                 assert assert_fits(compilation, tmp_path).shared <= smallest
 
 
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_what_serves_few_tokens_fits(arch: int, fmt: BlockFormat, tmp_path: Path) -> None:
+    """Whatever numbers of tokens it serves; its choice looks at the device's family, so every family is asked."""
+    found: dict[tuple[object, ...], Compilation] = {}
+    for spec in (GPT_OSS, RAGGED, DEEPSEEK):
+        for new in launches(dataclasses.replace(spec, weight_format=fmt), arch, range(1, 65)).values():
+            for compilation in new:
+                if "decode" in compilation.name:
+                    found.setdefault((compilation.name, *sorted(compilation.constants.items())), compilation)
+    for compilation in found.values():
+        assert_fits(compilation, tmp_path)
+
+
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_layers_use_every_row_and_nothing_else(arch: int) -> None:
     """So the tests above build all that can run."""

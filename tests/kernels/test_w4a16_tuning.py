@@ -13,7 +13,6 @@ from fp4_inductor.device import DeviceInfo
 from fp4_inductor.kernels.w4a16_config import FAMILIES, W4A16Config, configs, shared_memory
 from fp4_inductor.kernels.w4a16_tuning import (
     PARTS,
-    Part,
     choose_tuned,
     read_config,
     variants,
@@ -41,7 +40,7 @@ def test_a_table_is_read_by_token_count() -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_variants_change_one_number_of_their_part_and_fit(arch: int, part: Part) -> None:
+def test_variants_change_one_number_of_their_part_and_fit(arch: int, part: str) -> None:
     limit = DeviceInfo.parse(f"sm_{arch}").shared_memory
     for config in configs(arch):
         found = variants(config, part, limit)
