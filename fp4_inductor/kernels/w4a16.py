@@ -87,12 +87,14 @@ def run_experts(
     experts: Experts,
     out_dtype: torch.dtype,
     table: str = "",
+    routes: Routes | None = None,
 ) -> torch.Tensor:
     """The block.
 
     Args:
         hidden: [T, H] bfloat16 or float16; topk_ids: [T, k] int; topk_weights: [T, k] float.
         table: configurations by token count, see ``w4a16_tuning``; "" is the device family's.
+        routes: the pairs sorted by their ids, for what ``choose`` gives, where that is done.
 
     Returns:
         [T, H] in ``out_dtype``.
@@ -103,19 +105,17 @@ def run_experts(
     if num_tokens == 0:
         return out
     top_k, num_experts = topk_ids.shape[1], experts.num_experts
-    arch, rows = _arch(hidden.device), experts.w13.rows.shape[1]
-    decode = choose_decode(arch, _sm_count(hidden.device), num_tokens, top_k, rows, hidden_size)
-    if decode is not None:
+    config = choose(hidden, top_k, experts, table)
+    if isinstance(config, DecodeConfig):
         with torch.cuda.device_of(hidden):
-            _decode(hidden, topk_ids, topk_weights.contiguous(), experts, decode, out)
+            _decode(hidden, topk_ids, topk_weights.contiguous(), experts, config, out)
         return out
-    config = choose_tuned(table, num_tokens) if table else choose_config(arch, topk_ids.numel(), num_experts)
     # A lower-precision combine rounds each product; a float32 result keeps them.
     dtype = torch.float32 if out_dtype == torch.float32 else hidden.dtype
     y = hidden.new_empty(topk_ids.numel(), hidden_size, dtype=dtype)
     block = 1024
     with torch.cuda.device_of(hidden):  # Triton launches on the current device
-        routes = route(topk_ids, num_experts, config.block_m, config.pdl)
+        routes = routes or route(topk_ids, num_experts, config.block_m, config.pdl)
         h = _gate_up(hidden, experts, routes, top_k, config)
         _down(h, topk_weights.contiguous(), experts, routes, config, y)
         combine_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
@@ -131,6 +131,16 @@ def run_experts(
             **_pdl(config.pdl),
         )
     return out
+
+
+def choose(hidden: torch.Tensor, top_k: int, experts: Experts, table: str = "") -> DecodeConfig | W4A16Config:
+    """Which kernels run ``hidden`` [T, H], and how."""
+    arch, (num_tokens, hidden_size) = _arch(hidden.device), hidden.shape
+    rows = experts.w13.rows.shape[1]
+    decode = choose_decode(arch, _sm_count(hidden.device), num_tokens, top_k, rows, hidden_size)
+    if decode is not None:
+        return decode
+    return choose_tuned(table, num_tokens) if table else choose_config(arch, num_tokens * top_k, experts.num_experts)
 
 
 def _decode(

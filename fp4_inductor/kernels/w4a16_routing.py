@@ -9,7 +9,8 @@ import torch
 import triton
 
 from ..spec import RUNTIME, RouterSpec
-from .w4a16 import INTERPRETED, Routes
+from .w4a16 import INTERPRETED, Routes, _pdl
+from .w4a16_config import DecodeConfig, W4A16Config
 from .w4a16_topk import topk_kernel
 
 _ALONE = 1024
@@ -41,40 +42,49 @@ class Router:
 
 def topk(logits: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
     """Expert ids int32 [T, k], best first, and their weights [T, k], of ``logits`` [T, E]."""
-    num_tokens = logits.shape[0]
-    ids, weights = _outputs(logits, router)
-    if num_tokens:
-        block = 1 if num_tokens <= _ALONE else 4
-        _launch(logits, router, ids, weights, block, [ids] * 6, SORT=False, CHUNK=1, BINS=1, BLOCK_M=1, ARRIVALS=1)
+    ids, weights = empty_routing(logits, router)
+    write_topk(logits, router, ids, weights)
     return ids, weights
 
 
-def topk_and_sort(
-    logits: torch.Tensor, router: Router, block_m: int
-) -> tuple[torch.Tensor, torch.Tensor, Routes | None]:
-    """As ``topk``, and the pairs sorted by expert in tiles of ``block_m``; None where they are too many for that."""
+def empty_routing(logits: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the ids int32 [T, k] and weights [T, k] of ``logits`` [T, E]."""
+    shape = logits.shape[0], router.top_k
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=router.weights_dtype)
+
+
+def route_from_logits(
+    logits: torch.Tensor,
+    router: Router,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    config: DecodeConfig | W4A16Config,
+) -> Routes | None:
+    """Write ids and weights, and sort the pairs if ``config`` wants that and they are few enough to go along."""
     num_tokens, num_experts = logits.shape
     block = next((tokens for tokens in (1, 4, 16, 64) if num_tokens <= tokens), 0)
     num_pairs, tile = num_tokens * router.top_k, block * triton.next_power_of_2(num_experts)
-    if not 0 < num_pairs <= _SORTED_PAIRS or not 0 < tile <= _TILE:
-        return *topk(logits, router), None
-    ids, weights = _outputs(logits, router)
+    if isinstance(config, DecodeConfig) or not 0 < num_pairs <= _SORTED_PAIRS or not 0 < tile <= _TILE:
+        write_topk(logits, router, ids, weights, config.pdl)
+        return None
     bins = triton.next_power_of_2(num_experts + 2)
-    max_tiles = min(num_pairs, num_pairs // block_m + num_experts)
+    max_tiles = min(num_pairs, num_pairs // config.block_m + num_experts)
     # Triton compiles anew for a pointer that is not aligned to 16 bytes.
     sizes = [size + -size % 4 for size in (num_pairs, 1, max_tiles, max_tiles, bins, _ARRIVALS)]
     parts = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device).split(sizes)
-    chunk = 32 if num_pairs <= 32 else 128
-    _launch(
-        logits, router, ids, weights, block, parts, SORT=True, CHUNK=chunk, BINS=bins, BLOCK_M=block_m,
-        ARRIVALS=_ARRIVALS,
-    )  # fmt: skip
-    return ids, weights, Routes(num_pairs, max_tiles, *parts)
+    sort = {"CHUNK": 32 if num_pairs <= 32 else 128, "BINS": bins, "BLOCK_M": config.block_m, "ARRIVALS": _ARRIVALS}
+    _launch(logits, router, ids, weights, block, parts, SORT=True, **sort, **_pdl(config.pdl))
+    return Routes(num_pairs, max_tiles, *parts)
 
 
-def _outputs(logits: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = logits.shape[0], router.top_k
-    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=router.weights_dtype)
+def write_topk(
+    logits: torch.Tensor, router: Router, ids: torch.Tensor, weights: torch.Tensor, pdl: bool = False
+) -> None:
+    """Write ids and weights of ``logits`` [T, E]; ``pdl``: start while the kernel before still runs."""
+    if logits.shape[0]:
+        block = 1 if logits.shape[0] <= _ALONE else 4
+        sort = {"CHUNK": 1, "BINS": 1, "BLOCK_M": 1, "ARRIVALS": 1}
+        _launch(logits, router, ids, weights, block, [ids] * 6, SORT=False, **sort, **_pdl(pdl))
 
 
 def _launch(
@@ -84,7 +94,7 @@ def _launch(
     weights: torch.Tensor,
     block: int,
     routes: Any,
-    **sort: int,
+    **sort: int | bool,
 ) -> None:
     spec, (num_tokens, num_experts) = router.spec, logits.shape
     logits = logits.contiguous()

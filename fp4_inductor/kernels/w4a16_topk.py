@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .w4a16_gemm import _cast
 from .w4a16_route import route_kernel
@@ -141,8 +142,12 @@ def topk_kernel(
     BLOCK_M: tl.constexpr,
     ARRIVALS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """One program for TOKENS tokens; if it is the only one, it may also sort the pairs, at most CHUNK, by expert."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     NARROW: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]

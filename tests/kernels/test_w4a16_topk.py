@@ -22,8 +22,9 @@ from fp4_inductor.spec import RUNTIME, RouterSpec, Scoring
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from fp4_inductor.kernels import w4a16_routing  # noqa: E402
-from fp4_inductor.kernels.w4a16 import route  # noqa: E402
-from fp4_inductor.kernels.w4a16_routing import Router, topk, topk_and_sort  # noqa: E402
+from fp4_inductor.kernels.w4a16 import Routes, route  # noqa: E402
+from fp4_inductor.kernels.w4a16_config import configs  # noqa: E402
+from fp4_inductor.kernels.w4a16_routing import Router, empty_routing, route_from_logits, topk  # noqa: E402
 from fp4_inductor.kernels.w4a16_topk import topk_kernel  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -51,6 +52,7 @@ SPECS = {
     "expert_scale": replace(SOFTMAX, renormalize=True, has_expert_scale=True),
     "runtime_scale": replace(BIASED, scaling_factor=RUNTIME),
 }
+CONFIG = configs(90)[0]
 SIZES = [(1, 4, 2), (2, 8, 8), (7, 32, 4), (1, 60, 5), (2, 256, 8)]
 """Tokens, experts, top_k."""
 
@@ -104,6 +106,11 @@ def expected(router: Router, logits: torch.Tensor) -> tuple[torch.Tensor, torch.
     return ids, weights if router.expert_scale is None else weights * router.expert_scale.double()[ids]
 
 
+def topk_and_sort(logits: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor, Routes | None]:
+    ids, weights = empty_routing(logits, router)
+    return ids, weights, route_from_logits(logits, router, ids, weights, CONFIG)
+
+
 def check(router: Router, logits: torch.Tensor) -> None:
     ids, weights = topk(logits, router)
     want_ids, want = expected(router, logits)
@@ -141,7 +148,7 @@ def test_several_tokens_for_each_program(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_no_tokens() -> None:
     router = router_of(SOFTMAX, 8, 2)
     assert [tuple(part.shape) for part in topk(torch.zeros(0, 8), router)] == [(0, 2), (0, 2)]
-    ids, weights, routes = topk_and_sort(torch.zeros(0, 8), router, 16)
+    ids, weights, routes = topk_and_sort(torch.zeros(0, 8), router)
     assert (ids.shape, weights.shape, routes) == ((0, 2), (0, 2), None)
 
 
@@ -190,12 +197,12 @@ def test_values_that_are_not_finite(name: str) -> None:
 def test_few_pairs_are_sorted_in_the_same_launch(tokens: int, experts: int, top_k: int) -> None:
     logits = random_logits(tokens, experts, torch.bfloat16)
     router = router_of(SOFTMAX, experts, top_k)
-    ids, weights, routes = topk_and_sort(logits, router, 16)
+    ids, weights, routes = topk_and_sort(logits, router)
     alone = topk(logits, router)
     assert torch.equal(ids, alone[0])
     assert torch.equal(weights, alone[1])
     assert routes is not None
-    want = route(ids, experts, 16)
+    want = route(ids, experts, CONFIG.block_m)
     tiles = int(want.num_tiles[0])
     assert (routes.num_pairs, routes.max_tiles, int(routes.num_tiles[0])) == (want.num_pairs, want.max_tiles, tiles)
     assert torch.equal(routes.order[: ids.numel()], want.order[: ids.numel()])
@@ -209,7 +216,7 @@ def test_few_pairs_are_sorted_in_the_same_launch(tokens: int, experts: int, top_
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(17, 8, 8), (5, 600, 1)])
 def test_many_pairs_or_scores_are_not(tokens: int, experts: int, top_k: int) -> None:
     logits, router = random_logits(tokens, experts, torch.float32), router_of(LATE, experts, top_k)
-    ids, _, routes = topk_and_sort(logits, router, 16)
+    ids, _, routes = topk_and_sort(logits, router)
     assert torch.equal(ids.long(), expected(router, logits)[0])
     assert routes is None
 
@@ -225,7 +232,7 @@ def test_every_router_on_a_gpu(name: str, dtype: torch.dtype) -> None:
             continue
         router = router_of(spec, experts, top_k, "cuda")
         logits = random_logits(tokens, experts, dtype, "cuda")
-        ids, weights, _ = topk_and_sort(logits, router, 16)
+        ids, weights, _ = topk_and_sort(logits, router)
         want_ids, want = expected(router, logits)
         # Scores that differ by a rounding may change places.
         assert (ids != want_ids).any(-1).float().mean() < (0.01 if tokens > 100 else 1e-9)
@@ -282,6 +289,7 @@ def test_compiles(
         "BLOCK_M": 16,
         "ARRIVALS": 1024,
         "INTERPRETED": False,
+        "PDL": arch == 90,
     }
     types = {"logits": f"*{dtype}", "topk_weights": "*bf16", "num_tokens": "i32"}
     types |= dict.fromkeys(("bias", "scale", "expert_scale"), "*fp32")
