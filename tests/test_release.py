@@ -8,7 +8,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,8 @@ from models import MoEStack, hidden_states, pack_experts, tiny_model
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp4_inductor import host_memory
+from fp4_inductor import DeviceInfo, Options, host_memory
+from fp4_inductor.dynamo_backend import compile_with
 from fp4_inductor.fold import PREPARED_WEIGHTS
 from fp4_inductor.host_memory import HostMemory, is_on_host, move_to_host
 
@@ -264,6 +268,43 @@ def test_what_cannot_move_stays(pages: Callable[[], int], monkeypatch: pytest.Mo
     address = tensor.data_ptr()
     assert move_to_host(tensor) == "no pages left"
     assert tensor.data_ptr() == address
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_in_the_interpreter() -> None:
+    """The GPU's plan, whose recipes share sources, runs on the CPU where Triton interprets kernels."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "every_weight", __file__]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-6000:]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_every_weight_of_a_gpu_plan_leaves_once(fmt: str, pages: Callable[[], int]) -> None:
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any], **_: Any) -> Callable[..., Any]:
+        options = Options(strict=True, on_unsupported="error", release_original_weights=True)
+        return compile_with(gm, example_inputs, options, device=DeviceInfo.parse("sm_90"))
+
+    model, before = MoEStack(pack_experts(tiny_model("gpt_oss", layers=1), fmt)), pages()
+    state = copied(model.state_dict())
+    run = torch.compile(model, backend=backend)
+    check(run, model, tokens=3)
+    packed = {name: weight for name, weight in experts(model).named_parameters() if "bias" not in name}
+    assert all(map(is_on_host, packed.values()))
+    assert len(packed) == (4 if fmt == "mxfp4" else 6)
+    prepared, moved = len(PREPARED_WEIGHTS), pages()
+    check(run, model, tokens=5)
+    assert (len(PREPARED_WEIGHTS), pages()) == (prepared, moved)
+    same_state(model.state_dict(), state)
+    packed["gate_up_proj_block_scale"].copy_(packed["gate_up_proj_block_scale"].flip(0))
+    check(run, model, tokens=3)
+    assert (len(PREPARED_WEIGHTS), pages()) == (prepared, moved)
+    assert moved > before
 
 
 GPU_SIZES = {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 32}
