@@ -31,6 +31,7 @@ from .options import Options
 from .report import LoweringReport, SiteReport, dump_graph, log_report
 from .select import Selection, select
 from .spec import Operand
+from .tuned_plan import tuned
 from .verify import Verification
 
 
@@ -124,7 +125,8 @@ def _select(match: Match, options: Options, device: DeviceInfo | None) -> Select
     if device is None:
         hidden: torch.Tensor = match.node(Operand.HIDDEN).meta["val"]
         device = DeviceInfo.current(hidden.device)
-    return select(match.spec, device, options, where=str(match.where))
+    selection = select(match.spec, device, options, where=str(match.where))
+    return tuned(selection) if options.autotune else selection
 
 
 def _emit(graph: fx.Graph, match: Match, selection: Selection) -> Emitted | None:

@@ -30,6 +30,9 @@ class Options:
             what they are: ``state_dict``, ``deepcopy``, updates and eager calls work on, at the speed of the bus.
             Weights that share their storage with another tensor stay, with a warning, as do weights on a CPU.
             A CUDA graph captured earlier that reads a weight's old address must be captured anew.
+        autotune: time a backend's configurations on the device while compiling, for each layer's sizes and numbers
+            of tokens, instead of going by the table that comes with it; takes about a minute for each kind of layer,
+            once: choices are kept on disk, beside Inductor's cache.
     """
 
     backend: str | None = None
@@ -39,11 +42,12 @@ class Options:
     max_sites: int | None = None
     verify: str = "never"
     release_original_weights: bool = False
+    autotune: bool = False
 
     def __post_init__(self) -> None:
         _require("backend", self.backend, "a backend's name or None", isinstance(self.backend, str | None))
         _require("on_unsupported", self.on_unsupported, '"keep" or "error"', self.on_unsupported in ("keep", "error"))
-        for name in ("strict", "release_original_weights"):
+        for name in ("strict", "release_original_weights", "autotune"):
             value = getattr(self, name)
             _require(name, value, "a bool", isinstance(value, bool))
         for name in ("expect_matches", "max_sites"):

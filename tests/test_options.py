@@ -31,6 +31,7 @@ def test_a_key_without_its_prefix_is_ours() -> None:
         ("backend", 3, "a backend's name or None"),
         ("on_unsupported", "ignore", '"keep" or "error"'),
         ("strict", 1, "a bool"),
+        ("autotune", "yes", "a bool"),
         ("max_sites", -1, "an int >= 0 or None"),
         ("expect_matches", True, "an int >= 0 or None"),
         ("release_original_weights", "yes", "a bool"),

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from moe_cases import SWIGLU
 
-from fp4_inductor import tuned_plan
+from fp4_inductor import lowering_pass, tuned_plan
 from fp4_inductor.autotune import CandidateFailedError, Choices
 from fp4_inductor.backends import get_backend
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import MXFP4, NVFP4
+from fp4_inductor.kernels.w4a16_config import choose_config
+from fp4_inductor.kernels.w4a16_tuning import PARTS, choose_tuned, read_config
 from fp4_inductor.options import Options
 from fp4_inductor.plan import KernelPlan
 from fp4_inductor.select import select
@@ -138,3 +142,68 @@ def test_a_backend_or_device_that_cannot_be_timed_keeps_its_plan(device: str) ->
     nobody = dataclasses.replace(selection, chosen=None, plan=None)
     assert tuned(nobody) is nobody
     assert not isinstance(get_backend("cpu"), TunableBackend)
+
+
+def favour_wide_stages(config: str, num_tokens: int) -> float:
+    """A timer that likes stages in small calls and tiles in large ones."""
+    found = read_config(config)
+    return 1 / (found.gate_up.num_stages + found.down.num_stages if num_tokens < 100 else found.block_m)
+
+
+@pytest.fixture
+def present(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DeviceInfo:
+    """An H200 that is here, and a timer for it."""
+
+    @contextmanager
+    def timer(*_: object) -> Iterator[object]:
+        yield favour_wide_stages
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(DeviceInfo, "current", lambda _: H200)
+    monkeypatch.setattr(tuned_plan, "_device_timer", timer)
+    monkeypatch.setattr(tuned_plan, "kept_choices", lambda: Choices(tmp_path))
+    return H200
+
+
+def table_of(plan: KernelPlan | None) -> str:
+    assert plan is not None
+    *_, table, _ = plan.args
+    assert isinstance(table, str)
+    return table
+
+
+def test_the_choice_stands_in_the_plan(present: DeviceInfo) -> None:
+    selection = select(SPEC, present, Options(backend="triton_w4a16"))
+    assert table_of(selection.plan) == ""
+    table = table_of(tuned(selection).plan)
+    small, large = (choose_tuned(table, count) for count in (1, 16384))
+    own = choose_config(90, 2 * SPEC.top_k, SPEC.num_experts)
+    assert small.gate_up.num_stages == small.down.num_stages == 6
+    assert small.block_m == own.block_m
+    assert large.block_m > own.block_m
+    assert {"gate_up", "down"} <= set(PARTS)
+    assert len(table) < 1000
+
+
+def test_plans_without_and_with_a_table_prepare_the_same_weights(present: DeviceInfo) -> None:
+    selection = select(SPEC, present, Options(backend="triton_w4a16"))
+    assert selection.plan is not None
+    plan = tuned(selection).plan
+    assert plan is not None
+    assert plan.prepared == selection.plan.prepared
+    assert [a for a, b in zip(plan.args, selection.plan.args, strict=True) if a != b] == [table_of(plan)]
+
+
+@pytest.mark.parametrize("autotune", [False, True])
+def test_the_option_decides(present: DeviceInfo, autotune: bool) -> None:
+    operand = SimpleNamespace(meta={"val": torch.empty(1)})
+    match = SimpleNamespace(spec=SPEC, where="here", node=lambda _: operand)
+    selection = lowering_pass._select(match, Options(autotune=autotune), None)  # type: ignore[arg-type]
+    assert selection.chosen == "triton_w4a16"
+    assert bool(table_of(selection.plan)) == autotune
+
+
+def test_the_option_is_part_of_the_compile_caches_key() -> None:
+    from fp4_inductor.post_grad_pass import cache_key
+
+    assert cache_key(Options(autotune=True)) != cache_key(Options())

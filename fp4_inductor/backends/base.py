@@ -54,6 +54,7 @@ class ExpertsCall:
     Attributes:
         hidden: [T, H]; topk_ids: [T, k] int; topk_weights: [T, k] float.
         activation: with every RUNTIME field replaced by its value.
+        table: the backend's configurations by token count as it wrote them into the plan; "" for its own.
     """
 
     hidden: torch.Tensor
@@ -64,6 +65,7 @@ class ExpertsCall:
     activation: ActivationSpec
     w13_order: GateUpOrder
     weight_format: BlockFormat
+    table: str
     out_dtype: torch.dtype
 
 
@@ -99,7 +101,7 @@ _EXPERTS_SCHEMA = (
     "Tensor w2, Tensor w2_scale, Tensor? w2_global, Tensor? w2_bias, "
     "Tensor? alpha_input, Tensor? beta_input, Tensor? limit_input, Tensor? up_limit_input, "
     "str activation, bool gated, float alpha, float beta, float? limit, float? up_limit, str bound, str w13_order, "
-    "str weight_format, int block_size, str scale_encoding, ScalarType out_dtype) -> Tensor"
+    "str weight_format, int block_size, str scale_encoding, str table, ScalarType out_dtype) -> Tensor"
 )
 
 _library = torch.library.Library("fp4_inductor", "FRAGMENT")
@@ -159,6 +161,7 @@ def experts_args(
     w2_global: PlanArg = Operand.W2_GLOBAL,
     w2_bias: PlanArg = Operand.W2_BIAS,
     w13_order: GateUpOrder | None = None,
+    table: str = "",
 ) -> tuple[PlanArg, ...]:
     """Plan arguments of an experts op for ``spec``; a backend passes what it prepares differently.
 
@@ -202,6 +205,7 @@ def experts_args(
         fmt.name,
         fmt.block_size,
         fmt.scale_encoding,
+        table,
         spec.out_dtype,
     )
 
@@ -262,6 +266,7 @@ def _decode(
     weight_format: str,
     block_size: int,
     scale_encoding: str,
+    table: str,
     out_dtype: torch.dtype,
 ) -> ExpertsCall:
     # Runtime scalars are 0-d CPU tensors (Dynamo lifts Python floats so), hence no device sync here.
@@ -287,6 +292,7 @@ def _decode(
             scale_encoding,  # type: ignore[arg-type]
             has_global_scale=w13_global is not None,
         ),
+        table=table,
         out_dtype=out_dtype,
     )
 

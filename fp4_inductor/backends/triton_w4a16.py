@@ -8,7 +8,7 @@ they route from its logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from ..device import DeviceInfo
 from ..formats import FORMATS, MXFP4, NVFP4, BlockFormat
-from ..kernels.w4a16_config import FAMILIES, configs, shared_memory
+from ..kernels.w4a16_config import FAMILIES, choose_config, configs, shared_memory
+from ..kernels.w4a16_tuning import PARTS, read_config, variants, write_config, write_table
 from ..layouts.gate_up import to_granules
 from ..layouts.lane_scales import absorb_scale_signs, e4m3_bytes, e4m3_rows, e8m0_bytes, e8m0_rows, to_scale_words
 from ..layouts.lane_words import ROWS, to_lane_words
@@ -50,14 +51,20 @@ _MAX_ROUTED = 1024
 def _moe(call: ExpertsCall) -> torch.Tensor:
     from ..kernels.w4a16 import run_experts
 
-    return run_experts(call.hidden, call.topk_ids, call.topk_weights, _experts(call), call.out_dtype)
+    return run_experts(call.hidden, call.topk_ids, call.topk_weights, _experts(call), call.out_dtype, call.table)
 
 
 def _moe_routed(call: RouterCall, experts: Callable[[torch.Tensor, torch.Tensor], ExpertsCall]) -> torch.Tensor:
-    from ..kernels.w4a16_routing import Router, topk
+    from ..kernels.w4a16 import choose, run_experts
+    from ..kernels.w4a16_routing import Router, empty_routing, route_from_logits
 
     router = Router(call.spec, call.top_k, call.weights_dtype, call.bias, call.scale, call.expert_scale)
-    return _moe(experts(*topk(call.logits, router)))
+    ids, weights = empty_routing(call.logits, router)
+    given = experts(ids, weights)
+    layer = _experts(given)
+    config = choose(given.hidden, call.top_k, layer, given.table)
+    routes = route_from_logits(call.logits, router, ids, weights, config)
+    return run_experts(given.hidden, ids, weights, layer, given.out_dtype, given.table, routes)
 
 
 def _experts(call: ExpertsCall) -> Experts:
@@ -73,6 +80,7 @@ def _experts(call: ExpertsCall) -> Experts:
 
 class TritonW4A16Backend:
     name = "triton_w4a16"
+    tuned_parts = PARTS
     op = define_experts_op("moe_triton_w4a16", _moe)
     routed_op = define_routed_op("moe_triton_w4a16_routed", _moe_routed)
 
@@ -83,15 +91,25 @@ class TritonW4A16Backend:
     def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
         return 50
 
-    def plan(self, spec: MoESpec, device: DeviceInfo) -> KernelPlan:
+    def plan(self, spec: MoESpec, device: DeviceInfo, table: str = "") -> KernelPlan:
         order = spec.w13_order if spec.activation.gated else None
         w13 = _weight("w13", spec.weight_format, order, spec.has_w13_bias)
         w2 = _weight("w2", spec.weight_format, None, False)
-        args = experts_args(spec, **w13, **w2, w13_order=spec.w13_order)
+        args = experts_args(spec, **w13, **w2, w13_order=spec.w13_order, table=table)
         op = self.op
         if _routes(spec):
             op, args = self.routed_op, routed_args(spec, args)
         return KernelPlan(op, args, layout="lane words, 64x64 tiles", padding=_padding(spec))
+
+    def config(self, spec: MoESpec, device: DeviceInfo, num_tokens: int) -> str:
+        assert device.arch is not None, "check refuses it"
+        return write_config(choose_config(device.arch, num_tokens * spec.top_k, spec.num_experts))
+
+    def variants(self, config: str, part: str, device: DeviceInfo) -> tuple[str, ...]:
+        return tuple(map(write_config, variants(read_config(config), part, device.shared_memory)))
+
+    def table(self, rows: Sequence[tuple[int | None, str]]) -> str:
+        return write_table(rows)
 
 
 def _device_reasons(device: DeviceInfo) -> list[Reason]:
