@@ -177,9 +177,10 @@ def _device_timer(backend: TunableBackend, spec: MoESpec, device: DeviceInfo) ->
         with bar:
             yield checked
     finally:
-        prepared.clear()
-        weights.clear()
-        torch.cuda.empty_cache()
+        if prepared:
+            prepared.clear()
+            weights.clear()
+            torch.cuda.empty_cache()
 
 
 def _call(
