@@ -11,15 +11,21 @@ import triton
 from ..spec import RUNTIME, RouterSpec
 from .w4a16 import INTERPRETED, Routes, _pdl
 from .w4a16_config import DecodeConfig, W4A16Config
+from .w4a16_route import place_kernel
 from .w4a16_topk import topk_kernel
 
 _ALONE = 1024
 """Tokens up to which each has a program of one warp."""
 _SORTED_PAIRS = 128
 """Pairs up to which the program that chooses experts also sorts them."""
+_COUNTED_PAIRS = 16384
+"""Pairs up to which programs that choose experts also count them, chunk by chunk."""
+_CHUNK = 128
 _TILE = 8192
 """Scores that one program may hold."""
 _ARRIVALS = 1024
+_SHARED_PAIRS = 256
+"""Pairs up to which programs may share an output block, and ``_ARRIVALS`` counters are made for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +66,36 @@ def route_from_logits(
     weights: torch.Tensor,
     config: DecodeConfig | W4A16Config,
 ) -> Routes | None:
-    """Write ids and weights, and sort the pairs if ``config`` wants that and they are few enough to go along."""
-    num_tokens, num_experts = logits.shape
-    block = next((tokens for tokens in (1, 4, 16, 64) if num_tokens <= tokens), 0)
-    num_pairs, tile = num_tokens * router.top_k, block * triton.next_power_of_2(num_experts)
-    if isinstance(config, DecodeConfig) or not 0 < num_pairs <= _SORTED_PAIRS or not 0 < tile <= _TILE:
+    """Write ids and weights; sort the pairs too, if ``config`` wants that and a launch is saved, else None."""
+    (num_tokens, num_experts), top_k = logits.shape, router.top_k
+    num_pairs, width = num_tokens * top_k, triton.next_power_of_2(num_experts)
+    alone = num_pairs <= _SORTED_PAIRS
+    block = next((b for b in (1, 4, 16, 64, 128) if num_tokens <= b), 0) if alone else _CHUNK // top_k
+    if (
+        isinstance(config, DecodeConfig)
+        or not 0 < num_pairs <= _COUNTED_PAIRS
+        or not 0 < block * width <= _TILE
+        or not (alone or block * top_k == _CHUNK)
+    ):
         write_topk(logits, router, ids, weights, config.pdl)
         return None
-    bins = triton.next_power_of_2(num_experts + 2)
+    num_chunks, bins = 1 if alone else triton.cdiv(num_pairs, _CHUNK), triton.next_power_of_2(num_experts + 2)
     max_tiles = min(num_pairs, num_pairs // config.block_m + num_experts)
+    arrivals = _ARRIVALS if num_pairs <= _SHARED_PAIRS else 0
     # Triton compiles anew for a pointer that is not aligned to 16 bytes.
-    sizes = [size + -size % 4 for size in (num_pairs, 1, max_tiles, max_tiles, bins, _ARRIVALS)]
-    parts = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device).split(sizes)
-    sort = {"CHUNK": 32 if num_pairs <= 32 else 128, "BINS": bins, "BLOCK_M": config.block_m, "ARRIVALS": _ARRIVALS}
-    _launch(logits, router, ids, weights, block, parts, SORT=True, **sort, **_pdl(config.pdl))
-    return Routes(num_pairs, max_tiles, *parts)
+    sizes = [size + -size % 4 for size in (num_pairs, 1, max_tiles, max_tiles, bins, arrivals, bins * num_chunks)]
+    *parts, counts = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device).split(sizes)
+    routes = Routes(num_pairs, max_tiles, *parts)
+    sort = {"CHUNK": 32 if num_pairs <= 32 else _CHUNK, "BINS": bins, "BLOCK_M": config.block_m}
+    written = (counts, *routes.tiles, routes.arrivals)
+    alike = {"COUNT": not alone, "SORT": alone, "ARRIVALS": arrivals, **sort, **_pdl(config.pdl)}
+    _launch(logits, router, ids, weights, block, written, **alike)
+    if not alone:
+        with torch.cuda.device_of(logits):
+            place_kernel[(num_chunks,)](
+                ids, counts, *routes.tiles, num_pairs, num_chunks, num_experts, **sort, num_warps=4
+            )
+    return routes
 
 
 def write_topk(
@@ -83,8 +104,8 @@ def write_topk(
     """Write ids and weights of ``logits`` [T, E]; ``pdl``: start while the kernel before still runs."""
     if logits.shape[0]:
         block = 1 if logits.shape[0] <= _ALONE else 4
-        sort = {"CHUNK": 1, "BINS": 1, "BLOCK_M": 1, "ARRIVALS": 1}
-        _launch(logits, router, ids, weights, block, [ids] * 6, SORT=False, **sort, **_pdl(pdl))
+        unused = {"COUNT": False, "SORT": False, "CHUNK": 1, "BINS": 1, "BLOCK_M": 1, "ARRIVALS": 1}
+        _launch(logits, router, ids, weights, block, [ids] * 7, **unused, **_pdl(pdl))
 
 
 def _launch(

@@ -102,6 +102,22 @@ def _kept_groups(
     return tl.reshape(tl.broadcast_to(kept[:, :, None], (TOKENS, GROUPS, SIZE)), (TOKENS, GROUPS * SIZE)) != 0
 
 
+@triton.jit
+def _renormalized(weights, used, renormalize_min, renormalize_eps):
+    total = tl.sum(tl.where(used, weights, 0.0), axis=1, keep_dims=True)
+    return weights / (tl.where(total < renormalize_min, renormalize_min, total) + renormalize_eps)
+
+
+@triton.jit
+def _count(ids, counts, arrivals, BINS: tl.constexpr, ARRIVALS: tl.constexpr):
+    """Pairs of each expert among ``ids`` [TOKENS, SLOTS], all slots used."""
+    pairs = tl.reshape(ids, (ids.shape[0] * ids.shape[1],))
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(pairs, BINS))
+    if ARRIVALS > 0:
+        i = tl.arange(0, ARRIVALS)
+        tl.store(arrivals + i, tl.zeros_like(i), mask=i < tl.where(tl.program_id(0) == 0, ARRIVALS, 0))
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def topk_kernel(
     logits,  # [T, NUM_EXPERTS]
@@ -110,6 +126,7 @@ def topk_kernel(
     expert_scale,  # [NUM_EXPERTS], read if HAS_EXPERT_SCALE
     topk_ids,  # out: int32 [T, TOP_K]
     topk_weights,  # out: [T, TOP_K]
+    counts,  # out, if COUNT: int32 [programs, BINS] as count_kernel's, for programs of whole chunks
     order,  # out, if SORT: from here to arrivals as route_kernel's
     num_tiles,
     tile_expert,
@@ -136,15 +153,17 @@ def topk_kernel(
     GROUPS: tl.constexpr,  # power of two, at least NUM_GROUPS
     SIZE: tl.constexpr,  # power of two, at least NUM_EXPERTS / NUM_GROUPS
     SLOTS: tl.constexpr,  # power of two, at least TOP_K
+    COUNT: tl.constexpr,
     SORT: tl.constexpr,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    ARRIVALS: tl.constexpr,
+    ARRIVALS: tl.constexpr,  # where pairs are counted or sorted, how many zeros the first program writes
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """One program for TOKENS tokens; if it is the only one, it may also sort the pairs, at most CHUNK, by expert."""
+    """One program for TOKENS tokens, which may count the pairs of each expert; if it is the only one, it may sort its
+    pairs, at most CHUNK, by expert."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -159,18 +178,14 @@ def topk_kernel(
 
     # Softmax keeps the order of logits: where nothing is added to scores, they need not be waited for.
     BY_LOGITS: tl.constexpr = LATE or (SCORING == "softmax" and not HAS_BIAS and NUM_GROUPS == 1)
-    if BY_LOGITS:
-        selection = x
-    elif SCORING == "softmax":
-        selection = _softmax(x, x)
-    else:
-        selection = _score(x, SCORING)
+    selection = x if BY_LOGITS else (_softmax(x, x) if SCORING == "softmax" else _score(x, SCORING))
     if HAS_BIAS:
         selection += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
     if NUM_GROUPS > 1:
         kept = _kept_groups(selection, NUM_GROUPS, GROUP_SIZE, TOPK_GROUPS, TOP2, GROUPS, SIZE)
         selection = tl.where(kept, selection, group_fill)
     keys = _keys(selection)
+    # The place beside a 16-bit number makes every key another, and is read off the highest.
     MARKED: tl.constexpr = NARROW and BY_LOGITS and not HAS_BIAS and GROUPS * SIZE <= _LOW_BITS
     if MARKED:
         keys = (keys | _LOW_BITS) - place
@@ -187,9 +202,7 @@ def topk_kernel(
     chosen = tl.load(rows + ids, mask=used, other=float("-inf")).to(tl.float32)
     weights = _weights(chosen, x, SCORING, LATE)
     if RENORMALIZE:
-        weight_sum = tl.sum(tl.where(slot < TOP_K, weights, 0.0), axis=1, keep_dims=True)
-        weight_sum = tl.where(weight_sum < renormalize_min, renormalize_min, weight_sum)
-        weights = weights / (weight_sum + renormalize_eps)
+        weights = _renormalized(weights, slot < TOP_K, renormalize_min, renormalize_eps)
     weights *= factor
     if HAS_SCALE:
         weights *= tl.load(scale).to(tl.float32)
@@ -198,6 +211,8 @@ def topk_kernel(
     out = token.to(tl.int64) * TOP_K + slot
     tl.store(topk_ids + out, ids, mask=used)
     tl.store(topk_weights + out, _cast(weights, topk_weights.dtype.element_ty, INTERPRETED), mask=used)
+    if COUNT:
+        _count(tl.where(token < num_tokens, ids, NUM_EXPERTS + 1), counts, arrivals, BINS, ARRIVALS)
     if SORT:
         tl.debug_barrier()  # ids are read back by other threads than wrote them
         route_kernel(

@@ -11,7 +11,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -207,14 +206,17 @@ def test_ids_that_something_else_reads_stay() -> None:
     assert torch.equal(after[logits], before[logits])
 
 
-def with_others(topk: Callable[..., Any], bits: int) -> Callable[..., Any]:
-    """``topk`` that goes to other experts: their ids differ in ``bits``."""
+def choose_others(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """Go to other experts than is right: their ids differ in ``bits``."""
+    from fp4_inductor.kernels import w4a16_routing
 
-    def changed(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = topk(*args)
-        return ids ^ bits, weights
+    route = w4a16_routing.route_from_logits
 
-    return changed
+    def changed(logits: torch.Tensor, router: Any, ids: torch.Tensor, weights: torch.Tensor, config: Any) -> None:
+        route(logits, router, ids, weights, config)
+        ids ^= bits
+
+    monkeypatch.setattr(w4a16_routing, "route_from_logits", changed)
 
 
 @pytest.fixture
@@ -233,13 +235,11 @@ def tied() -> tuple[fx.GraphModule, list[Any]]:
 def test_verification_knows_a_tie(
     tied: tuple[fx.GraphModule, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Experts of equal scores are equally right; those of unequal ones are not."""
-    from fp4_inductor.kernels import w4a16_routing
-
+    """Experts of equal scores are equally right."""
     gm, inputs = tied
     verify = lowered(gm, verify="first_call").verification
     assert verify is not None
-    monkeypatch.setattr(w4a16_routing, "topk", with_others(w4a16_routing.topk, 2))
+    choose_others(monkeypatch, 2)
     caplog.set_level(logging.WARNING, logger="fp4_inductor")
     verify(inputs)
     assert "12 of 12 tokens have experts with equal scores" in caplog.text
@@ -247,13 +247,11 @@ def test_verification_knows_a_tie(
 
 @interpreted
 def test_verification_finds_wrong_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4_inductor.kernels import w4a16_routing
-
     gm = moe_graph("qwen3_moe", "batched_mm", tokens=12, layers=1)
     inputs = random_inputs(gm)
     verify = lowered(gm, verify="first_call").verification
     assert verify is not None
     verify(inputs)
-    monkeypatch.setattr(w4a16_routing, "topk", with_others(w4a16_routing.topk, 1))
+    choose_others(monkeypatch, 1)
     with pytest.raises(VerificationError):
         verify(inputs)

@@ -193,8 +193,11 @@ def test_values_that_are_not_finite(name: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (3, 60, 5), (16, 128, 8), (64, 32, 2)])
-def test_few_pairs_are_sorted_in_the_same_launch(tokens: int, experts: int, top_k: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"),
+    [(1, 8, 2), (3, 60, 5), (16, 128, 8), (64, 32, 2), (100, 8, 1), (37, 32, 4), (34, 16, 8), (70, 8, 2)],
+)
+def test_pairs_are_sorted_as_they_are_alone(tokens: int, experts: int, top_k: int) -> None:
     logits = random_logits(tokens, experts, torch.bfloat16)
     router = router_of(SOFTMAX, experts, top_k)
     ids, weights, routes = topk_and_sort(logits, router)
@@ -213,8 +216,8 @@ def test_few_pairs_are_sorted_in_the_same_launch(tokens: int, experts: int, top_
 
 
 @interpreted
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(17, 8, 8), (5, 600, 1)])
-def test_many_pairs_or_scores_are_not(tokens: int, experts: int, top_k: int) -> None:
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(44, 8, 3), (5, 2100, 1), (9, 2100, 16)])
+def test_what_fits_no_program_is_sorted_apart(tokens: int, experts: int, top_k: int) -> None:
     logits, router = random_logits(tokens, experts, torch.float32), router_of(LATE, experts, top_k)
     ids, _, routes = topk_and_sort(logits, router)
     assert torch.equal(ids.long(), expected(router, logits)[0])
@@ -243,12 +246,12 @@ def test_every_router_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 @compiled
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("name", "experts", "top_k", "dtype", "tokens", "sort"),
+    ("name", "experts", "top_k", "dtype", "tokens", "more"),
     [
-        ("late", 32, 4, "bf16", 1, True),
-        ("softmax_renorm", 128, 8, "bf16", 16, True),
-        ("groups", 256, 8, "fp32", 4, False),
-        ("sqrt_softplus", 60, 6, "fp16", 64, True),
+        ("late", 32, 4, "bf16", 1, "sort"),
+        ("softmax_renorm", 128, 8, "bf16", 16, "count"),
+        ("groups", 256, 8, "fp32", 4, ""),
+        ("sqrt_softplus", 60, 6, "fp16", 64, "sort"),
     ],
 )
 def test_compiles(
@@ -258,7 +261,7 @@ def test_compiles(
     top_k: int,
     dtype: str,
     tokens: int,
-    sort: bool,
+    more: str,
     tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -283,7 +286,8 @@ def test_compiles(
         "GROUPS": triton.next_power_of_2(spec.num_groups),
         "SIZE": triton.next_power_of_2(experts // spec.num_groups),
         "SLOTS": triton.next_power_of_2(top_k),
-        "SORT": sort,
+        "COUNT": more == "count",
+        "SORT": more == "sort",
         "CHUNK": 128,
         "BINS": triton.next_power_of_2(experts + 2),
         "BLOCK_M": 16,
