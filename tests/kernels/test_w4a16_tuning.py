@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from typing import Any
 
 import pytest
@@ -45,17 +45,18 @@ def test_variants_change_one_number_of_their_part_and_fit(arch: int, part: str) 
     for config in configs(arch):
         found = variants(config, part, limit)
         assert found[0] == config
-        assert len(set(found)) == len(found) > 1
+        assert len(set(found)) == len(found)
+        assert len(found) > 1 or getattr(config, part, None) is None
         for other in found[1:]:
             assert shared_memory(other) <= limit
             flat = [list(_numbers(astuple(c))) for c in (config, other)]
             assert sum(a != b for a, b in zip(*flat, strict=True)) == 1
-            same_gemms = {"tiles": ("gate_up", "down"), "gate_up": ("down",), "down": ("gate_up",)}[part]
-            assert all(getattr(config, name) == getattr(other, name) for name in same_gemms)
+            changed = {f.name for f in fields(config) if getattr(config, f.name) != getattr(other, f.name)}
+            assert changed <= ({"block_m", "group_m"} if part == "tiles" else {part})
 
 
 def test_what_needs_too_much_shared_memory_is_not_tried() -> None:
-    config = ALL[0]
+    config = configs(80)[0]
     limit = shared_memory(config)
     assert all(shared_memory(other) <= limit for other in variants(config, "gate_up", limit))
     assert len(variants(config, "gate_up", limit)) < len(variants(config, "gate_up", 10 * limit))
