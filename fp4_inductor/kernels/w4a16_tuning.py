@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, fields, replace
 from functools import cache
+from typing import Any
 
 from .w4a16_config import GemmConfig, W4A16Config, shared_memory
 
@@ -65,7 +66,9 @@ def _gemms(config: W4A16Config, part: str) -> Iterator[W4A16Config]:
     gemm = getattr(config, part, None)
     if isinstance(gemm, GemmConfig):
         for name, values in _CHOICES.items():
-            yield from (replace(config, **{part: replace(gemm, **{name: value})}) for value in values)
+            for value in values:
+                changes: dict[str, Any] = {part: replace(gemm, **{name: value})}
+                yield replace(config, **changes)
 
 
 def _fits(config: W4A16Config, limit: int) -> bool:
