@@ -15,6 +15,7 @@ from ..layouts.lane_words import GROUP
 from ..spec import ActivationSpec
 from .w4a16_config import (
     DecodeConfig,
+    DecodeGemm,
     GemmConfig,
     W4A16Config,
     choose_config,
@@ -22,7 +23,7 @@ from .w4a16_config import (
     choose_group,
     choose_split,
 )
-from .w4a16_decode import down_decode_kernel, gate_up_decode_kernel
+from .w4a16_decode import down_combine_decode_kernel, down_decode_kernel, gate_up_decode_kernel
 from .w4a16_gemm import combine_kernel, down_kernel, gate_up_kernel
 from .w4a16_route import count_kernel, place_kernel, route_kernel
 from .w4a16_tuning import choose_tuned
@@ -110,26 +111,12 @@ def run_experts(
         with torch.cuda.device_of(hidden):
             _decode(hidden, topk_ids, topk_weights.contiguous(), experts, config, out)
         return out
-    # A lower-precision combine rounds each product; a float32 result keeps them.
-    dtype = torch.float32 if out_dtype == torch.float32 else hidden.dtype
-    y = hidden.new_empty(topk_ids.numel(), hidden_size, dtype=dtype)
-    block = 1024
     with torch.cuda.device_of(hidden):  # Triton launches on the current device
         routes = routes or route(topk_ids, num_experts, config.block_m, config.pdl)
         h = _gate_up(hidden, experts, routes, top_k, config)
+        y = _pair_outputs(h, hidden_size, out_dtype)
         _down(h, topk_weights.contiguous(), experts, routes, config, y)
-        combine_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
-            y,
-            topk_ids,
-            out,
-            hidden_size,
-            num_experts,
-            TOP_K=top_k,
-            BLOCK=block,
-            INTERPRETED=INTERPRETED,
-            num_warps=4,
-            **_pdl(config.pdl),
-        )
+        _combine(y, topk_ids, out, num_experts, config.pdl)
     return out
 
 
@@ -151,15 +138,26 @@ def _decode(
     config: DecodeConfig,
     out: torch.Tensor,
 ) -> None:
-    """Write out [T, H], in two launches."""
-    w13, w2, activation = experts.w13, experts.w2, experts.activation
-    (num_tokens, hidden_size), top_k, num_pairs = hidden.shape, topk_ids.shape[1], topk_ids.numel()
+    """Write out [T, H], in two launches or three."""
+    h = _gate_up_decode(hidden, topk_ids, experts, config)
+    if config.combine:
+        _down_combine_decode(h, topk_ids, topk_weights, experts, config, out)
+        return
+    y = _pair_outputs(h, out.shape[1], out.dtype)
+    _down_decode(h, topk_ids, topk_weights, experts, config, y)
+    _combine(y, topk_ids, out, experts.num_experts, config.pdl)
+
+
+def _gate_up_decode(
+    hidden: torch.Tensor, topk_ids: torch.Tensor, experts: Experts, config: DecodeConfig
+) -> torch.Tensor:
+    """h [P, I] in the activation dtype, by pair; I is padded to 64 where there is no gate."""
+    w13, activation, gemm = experts.w13, experts.activation, config.gate_up
+    (num_tokens, hidden_size), (num_pairs, top_k) = hidden.shape, (topk_ids.numel(), topk_ids.shape[1])
     rows = w13.rows.shape[1]
     intermediate_size = rows // 2 if activation.gated else rows
     h = hidden.new_empty(num_pairs, intermediate_size)
     limit = 0.0 if activation.limit is None else activation.limit
-    common = {"E4M3": experts.e4m3, "INTERPRETED": INTERPRETED, **_pdl(config.pdl)}
-    gemm = config.gate_up
     gate_up_decode_kernel[(num_pairs * (rows // gemm.block_n),)](
         hidden,
         w13.words,
@@ -168,7 +166,7 @@ def _decode(
         w13.rows if w13.bias is None else w13.bias,
         topk_ids,
         h,
-        num_pairs,
+        num_tokens,
         experts.num_experts,
         top_k,
         hidden_size,
@@ -177,23 +175,66 @@ def _decode(
         activation.beta,
         limit,
         limit if activation.up_limit is None else activation.up_limit,
-        BLOCK_P=max(8, triton.next_power_of_2(num_pairs)),
-        BLOCK_N=gemm.block_n,
+        TOKENS=triton.next_power_of_2(num_tokens),
+        SLOTS=triton.next_power_of_2(top_k),
         PARTS=gemm.split,
-        GROUPS=gemm.groups,
-        PREFETCH=0 if INTERPRETED else gemm.prefetch,
-        ONE_TOKEN=num_tokens == 1,
-        WHOLE=hidden_size % (gemm.split * gemm.groups * GROUP) == 0,
         HAS_BIAS=w13.bias is not None,
         GATED=activation.gated,
         BOUND=activation.bound if activation.limit is not None else "none",
         KIND=activation.kind,
         num_warps=gemm.split,
-        num_stages=gemm.num_stages,
-        **common,
+        **_decode_constants(experts.e4m3, hidden_size, gemm, config.pdl),
     )
-    gemm, slots = config.down, triton.next_power_of_2(top_k)
-    down_decode_kernel[(num_tokens * triton.cdiv(hidden_size, gemm.block_n),)](
+    return h
+
+
+def _down_decode(
+    h: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    experts: Experts,
+    config: DecodeConfig,
+    y: torch.Tensor,
+) -> None:
+    """Write y [P, H], by pair, times the routing weights."""
+    w2, gemm, hidden_size, intermediate_size = experts.w2, config.down, y.shape[1], h.shape[1]
+    num_tokens, top_k = topk_ids.shape
+    down_decode_kernel[(topk_ids.numel() * triton.cdiv(hidden_size, gemm.block_n),)](
+        h,
+        w2.words,
+        w2.scales,
+        w2.rows,
+        w2.rows if w2.bias is None else w2.bias.contiguous(),
+        topk_ids,
+        topk_weights,
+        y,
+        num_tokens,
+        experts.num_experts,
+        top_k,
+        hidden_size,
+        intermediate_size,
+        TOKENS=triton.next_power_of_2(num_tokens),
+        SLOTS=triton.next_power_of_2(top_k),
+        PARTS=gemm.split,
+        HAS_BIAS=w2.bias is not None,
+        num_warps=gemm.split,
+        **_decode_constants(experts.e4m3, intermediate_size, gemm, config.pdl),
+    )
+
+
+def _down_combine_decode(
+    h: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    experts: Experts,
+    config: DecodeConfig,
+    out: torch.Tensor,
+) -> None:
+    """Write out [T, H]."""
+    w2, gemm, hidden_size, intermediate_size = experts.w2, config.down, out.shape[1], h.shape[1]
+    num_tokens, top_k = topk_ids.shape
+    slots = triton.next_power_of_2(top_k)
+    down_combine_decode_kernel[(num_tokens * triton.cdiv(hidden_size, gemm.block_n),)](
         h,
         w2.words,
         w2.scales,
@@ -208,14 +249,45 @@ def _decode(
         TOP_K=top_k,
         SLOTS=slots,
         SPLIT=gemm.split,
-        BLOCK_N=gemm.block_n,
-        GROUPS=gemm.groups,
-        PREFETCH=0 if INTERPRETED else gemm.prefetch,
-        WHOLE=intermediate_size % (gemm.split * gemm.groups * GROUP) == 0,
         HAS_BIAS=w2.bias is not None,
         num_warps=slots * gemm.split,
-        num_stages=gemm.num_stages,
-        **common,
+        **_decode_constants(experts.e4m3, intermediate_size, gemm, config.pdl),
+    )
+
+
+def _decode_constants(e4m3: bool, columns: int, gemm: DecodeGemm, pdl: bool) -> dict[str, int | bool]:
+    return {
+        "BLOCK_N": gemm.block_n,
+        "GROUPS": gemm.groups,
+        "WHOLE": columns % (gemm.split * gemm.groups * GROUP) == 0,
+        "E4M3": e4m3,
+        "INTERPRETED": INTERPRETED,
+        "num_stages": gemm.num_stages,
+        **_pdl(pdl),
+    }
+
+
+def _pair_outputs(like: torch.Tensor, hidden_size: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """y [P, H], uninitialised. A lower-precision combine rounds each product; a float32 result keeps them."""
+    dtype = torch.float32 if out_dtype == torch.float32 else like.dtype
+    return like.new_empty(like.shape[0], hidden_size, dtype=dtype)
+
+
+def _combine(y: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, num_experts: int, pdl: bool) -> None:
+    """Write out [T, H], the sums over slots of y [P, H]."""
+    num_tokens, hidden_size = out.shape
+    block = 1024
+    combine_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+        y,
+        topk_ids,
+        out,
+        hidden_size,
+        num_experts,
+        TOP_K=topk_ids.shape[1],
+        BLOCK=block,
+        INTERPRETED=INTERPRETED,
+        num_warps=4,
+        **_pdl(pdl),
     )
 
 
@@ -338,13 +410,13 @@ def _constants(
 ) -> dict[str, int | bool]:
     return {
         "BLOCK_M": config.block_m,
+        "MIN_M": config.min_m,
         "GROUP_M": choose_group(config, weights.words.nbytes // weights.words.shape[0]),
         "BLOCK_N": gemm.block_n,
         "BLOCK_K": gemm.block_k,
         "SPLIT_K": split_k,
         "WHOLE": columns % gemm.block_k == 0,
         "E4M3": e4m3,
-        "PREFETCH": 0 if INTERPRETED else gemm.prefetch,
         "INTERPRETED": INTERPRETED,
         **_pdl(config.pdl),
         "num_warps": gemm.num_warps,

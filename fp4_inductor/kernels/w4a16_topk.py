@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .w4a16_gemm import _cast
 from .w4a16_route import route_kernel
+from .w4a16_tile import cast
 
 _LOWEST = tl.constexpr(-0x80000000)
 """Below the key of every float: what is padding or taken already."""
@@ -210,7 +210,7 @@ def topk_kernel(
         weights *= tl.load(expert_scale + ids, mask=used, other=0.0).to(tl.float32)
     out = token.to(tl.int64) * TOP_K + slot
     tl.store(topk_ids + out, ids, mask=used)
-    tl.store(topk_weights + out, _cast(weights, topk_weights.dtype.element_ty, INTERPRETED), mask=used)
+    tl.store(topk_weights + out, cast(weights, topk_weights.dtype.element_ty, INTERPRETED), mask=used)
     if COUNT:
         _count(tl.where(token < num_tokens, ids, NUM_EXPERTS + 1), counts, arrivals, BINS, ARRIVALS)
     if SORT:

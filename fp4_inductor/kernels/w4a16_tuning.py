@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import astuple, replace
 from functools import cache
-from typing import Any
 
 from .w4a16_config import GemmConfig, W4A16Config, shared_memory
 
-PARTS = ("tiles", "gate_up", "down", "long_down")
-"""What is tuned, one after the other: token tiles of all GEMMs, then each GEMM alone, where a table has it."""
+PARTS = ("tiles", "gate_up", "down")
+"""What is tuned, one after the other: token tiles of both GEMMs, then each GEMM alone."""
 
-_TILES = (16, 32, 64, 128, 256)
+_TILES = (16, 32, 64, 128)
 _CHOICES: dict[str, tuple[int, ...]] = {
     "block_n": (64, 128),
     "block_k": (64, 128),
@@ -56,30 +55,23 @@ def variants(config: W4A16Config, part: str, limit: int) -> tuple[W4A16Config, .
 
 def _tiles(config: W4A16Config) -> Iterator[W4A16Config]:
     for block_m in _TILES:
-        if block_m in (config.block_m // 2, config.block_m * 2) and block_m >= getattr(config, "min_m", 0):
+        if block_m in (config.block_m // 2, config.block_m * 2) and block_m >= config.min_m:
             yield replace(config, block_m=block_m)
     if config.block_m >= 64:
         yield replace(config, group_m=1 if config.group_m > 1 else 16)
 
 
 def _gemms(config: W4A16Config, part: str) -> Iterator[W4A16Config]:
-    gemm = getattr(config, part, None)
-    if isinstance(gemm, GemmConfig):
-        for name, values in _CHOICES.items():
-            for value in values:
-                changes: dict[str, Any] = {part: replace(gemm, **{name: value})}
-                yield replace(config, **changes)
+    gemm: GemmConfig = getattr(config, part)
+    for name, values in _CHOICES.items():
+        for value in values:
+            changed = replace(gemm, **{name: value})
+            yield replace(config, gate_up=changed) if part == "gate_up" else replace(config, down=changed)
 
 
 def _fits(config: W4A16Config, limit: int) -> bool:
-    gemms = [gemm for f in fields(config) if isinstance(gemm := getattr(config, f.name), GemmConfig)]
-    most = max(gemm_tile(config, gemm) * gemm.block_n // (32 * gemm.num_warps) for gemm in gemms)
-    return shared_memory(config) <= limit and most <= _ACCUMULATORS
-
-
-def gemm_tile(config: W4A16Config, gemm: GemmConfig) -> int:
-    """Tokens of one program of ``gemm``, which may cut the tiles that all share."""
-    return min(config.block_m, getattr(gemm, "block_m", None) or config.block_m)
+    blocks = (config.block_m * gemm.block_n // (32 * gemm.num_warps) for gemm in (config.gate_up, config.down))
+    return shared_memory(config) <= limit and max(blocks) <= _ACCUMULATORS
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fp4_inductor.kernels import w4a16_decode, w4a16_gemm, w4a16_route  # noqa: 
 POINTERS = {"words": "i16", "row_scale": "fp32", "bias": "fp32", "topk_weights": "fp32", "topk_ids": "i64"}
 ACTIVATIONS = ("hidden", "h", "y", "out")
 SCALARS = {"alpha": "fp32", "beta": "fp32", "limit": "fp32", "up_limit": "fp32"}
-INTEGERS = ("top_k", "H", "I", "num_experts", "num_pairs", "num_chunks")
+INTEGERS = ("top_k", "H", "I", "num_experts", "num_pairs", "num_tokens", "num_chunks")
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +60,11 @@ def gemm(
     dtype: str = "bf16",
     split: int = 1,
     bound: str = "clamp",
-) -> None:
+) -> Any:
     cut = config.gate_up if kernel is w4a16_gemm.gate_up_kernel else config.down
     constants: dict[str, object] = {
         "BLOCK_M": config.block_m,
+        "MIN_M": config.min_m,
         "BLOCK_N": cut.block_n,
         "BLOCK_K": cut.block_k,
         "SPLIT_K": split,
@@ -77,6 +79,7 @@ def gemm(
     built = compile_for(arch, kernel, constants, dtype, num_warps=cut.num_warps, num_stages=cut.num_stages)
     assert built.metadata.shared <= shared_memory(config) <= DeviceInfo.parse(f"sm_{arch}").shared_memory
     assert "mma" in built.asm["ptx"], "the product must run on the matrix units"
+    return built
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
@@ -104,6 +107,7 @@ def test_weights_go_from_words_to_registers() -> None:
     config = configs(90)[0]
     constants = {
         "BLOCK_M": config.block_m,
+        "MIN_M": config.min_m,
         "BLOCK_N": config.down.block_n,
         "BLOCK_K": config.down.block_k,
         "SPLIT_K": 1,
@@ -119,6 +123,15 @@ def test_weights_go_from_words_to_registers() -> None:
         assert "st.shared" not in before_store
 
 
+def test_no_product_runs_on_into_the_next_step() -> None:
+    """A wgmma still running would read its weights from registers that the next step writes."""
+    for config in configs(90):
+        gemm_of_90 = gemm(90, w4a16_gemm.gate_up_kernel, config, e4m3=False)
+        waits = re.findall(r"warp_group_dot_wait .*pendings = (\d+)", gemm_of_90.asm["ttgir"])
+        assert waits
+        assert set(waits) == {"0"}
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 def test_route_kernels(arch: int) -> None:
     shape: dict[str, object] = {"CHUNK": 128, "BINS": 256}
@@ -127,7 +140,7 @@ def test_route_kernels(arch: int) -> None:
     compile_for(arch, w4a16_route.route_kernel, shape | {"BLOCK_M": 16, "ARRIVALS": 512}, "bf16", num_warps=4)
 
 
-DECODE = {"GROUPS": 1, "PREFETCH": 64, "WHOLE": False, "HAS_BIAS": True, "INTERPRETED": False}
+DECODE = {"GROUPS": 1, "WHOLE": False, "HAS_BIAS": True, "INTERPRETED": False}
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
@@ -135,18 +148,19 @@ DECODE = {"GROUPS": 1, "PREFETCH": 64, "WHOLE": False, "HAS_BIAS": True, "INTERP
 def test_few_tokens(arch: int, e4m3: bool) -> None:
     """Two programs of each kernel fit a multiprocessor; the first wait stands before the first trigger."""
     decode = DECODE | {"E4M3": e4m3, "PDL": arch >= 90}
-    gate_up = decode | {"BLOCK_P": 8, "BLOCK_N": 64, "PARTS": 8, "ONE_TOKEN": True}
-    gate_up |= {"GATED": True, "BOUND": "clamp", "KIND": "silu"}
-    down = decode | {"TOP_K": 4, "SLOTS": 4, "SPLIT": 4, "BLOCK_N": 16}
-    for kernel, constants, warps in (
-        (w4a16_decode.gate_up_decode_kernel, gate_up, 8),
-        (w4a16_decode.down_decode_kernel, down, 16),
+    down = decode | {"TOKENS": 8, "SLOTS": 4, "BLOCK_N": 64, "PARTS": 4}
+    gate_up = down | {"GATED": True, "BOUND": "clamp", "KIND": "silu"}
+    combine = decode | {"TOP_K": 4, "SLOTS": 4, "SPLIT": 4, "BLOCK_N": 16}
+    for kernel, constants, warps, orders in (
+        (w4a16_decode.gate_up_decode_kernel, gate_up, 4, ["wait", "launch_dependents"]),
+        (w4a16_decode.down_decode_kernel, down, 4, ["wait", "wait", "launch_dependents"]),
+        (w4a16_decode.down_combine_decode_kernel, combine, 16, ["wait", "launch_dependents"]),
     ):
         built = compile_for(arch, kernel, constants, "bf16", num_warps=warps, num_stages=3)
         assert "mma.sync" in built.asm["ptx"]
         assert 2 * built.metadata.shared <= DeviceInfo.parse(f"sm_{arch}").shared_memory
-        waits = [line for line in built.asm["ptx"].splitlines() if "griddepcontrol" in line]
-        assert ["wait" in line for line in waits] == ([True, False] if arch >= 90 else [])
+        found = re.findall(r"griddepcontrol\.(\w+)", built.asm["ptx"])
+        assert found == (orders if arch >= 90 else [])
 
 
 def test_every_family_has_configurations_that_fit() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fp4_inductor.backends import get_backend
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
 from fp4_inductor.kernels import w4a16_config
+from fp4_inductor.kernels.w4a16_config import choose_decode
 from fp4_inductor.plan import prepare, run_plan
 from fp4_inductor.spec import Operand
 
@@ -44,6 +46,13 @@ def run(case: MoECase) -> torch.Tensor:
     return run_plan(plan, case.operands, ready)
 
 
+def use_decode_kernels(monkeypatch: pytest.MonkeyPatch, combine: bool) -> None:
+    from fp4_inductor.kernels import w4a16
+
+    monkeypatch.setattr(w4a16_config, "_DECODE_TOKENS", 8)
+    monkeypatch.setattr(w4a16, "choose_decode", lambda *args: replace(choose_decode(*args), combine=combine))
+
+
 def check(case: MoECase) -> None:
     out = run(case)
     assert out.dtype == case.spec.out_dtype
@@ -66,18 +75,34 @@ def test_matches_the_reference_in_mxfp4(name: str) -> None:
 @pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=str)
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
-    [("gpt_oss", 1), ("gpt_oss", 3), ("odd_sizes", 2), ("long_rows", 1), ("outside_ids", 3), ("not_gated", 2)],
+    [("gpt_oss", 1), ("gpt_oss", 3), ("odd_sizes", 2), ("long_rows", 1), ("outside_ids", 8), ("not_gated", 5)],
 )
-def test_few_tokens(name: str, num_tokens: int, fmt: BlockFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w4a16_config, "_DECODE_PAIRS", 64)
+@pytest.mark.parametrize("combine", [False, True])
+def test_few_tokens(
+    name: str, num_tokens: int, fmt: BlockFormat, combine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_decode_kernels(monkeypatch, combine)
     check(make_case(fmt, **{**EXPERTS_CASES[name], "num_tokens": num_tokens}))
 
 
 @interpreted
 @pytest.mark.parametrize("name", ["float16", "low_weights", "float32_out", "up_first", "softcap"])
-def test_few_tokens_of_every_type(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w4a16_config, "_DECODE_PAIRS", 64)
+@pytest.mark.parametrize("combine", [False, True])
+def test_few_tokens_of_every_type(name: str, combine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_decode_kernels(monkeypatch, combine)
     check(make_case(NVFP4, **{**EXPERTS_CASES[name], "num_tokens": 2}))
+
+
+@interpreted
+@pytest.mark.parametrize("combine", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_a_token_may_name_an_expert_twice(num_tokens: int, combine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among few tokens, next to ids that name an expert only in their lower 32 bits."""
+    use_decode_kernels(monkeypatch, combine)
+    case = make_case(MXFP4, num_tokens=num_tokens, num_experts=5, top_k=4, bias=True)
+    ids = case.operands[Operand.TOPK_IDS]
+    ids.copy_(torch.tensor([[2, 0, 2, 2], [0, 0, 0, 0], [1, 1, 0, -1], [(1 << 32) + 1, 1, 2, 1]])[:num_tokens])
+    check(case)
 
 
 @interpreted

@@ -12,8 +12,7 @@ from moe_cases import CLAMPED_SWIGLU
 
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import FORMATS, MXFP4, NVFP4, BlockFormat
-from fp4_inductor.kernels.w4a16_config import FAMILIES, GemmConfig, W4A16Config, configs, shared_memory
-from fp4_inductor.kernels.w4a16_tuning import gemm_tile
+from fp4_inductor.kernels.w4a16_config import FAMILIES, W4A16Config, configs, shared_memory
 from fp4_inductor.spec import ActivationSpec, MoESpec
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -68,13 +67,8 @@ def cut(compilation: Compilation) -> tuple[object, ...]:
 
 
 def cuts_of(config: W4A16Config) -> set[tuple[object, ...]]:
-    found: set[tuple[object, ...]] = set()
-    for field in dataclasses.fields(config):
-        g = getattr(config, field.name)
-        if isinstance(g, GemmConfig):
-            name = "gate_up_kernel" if field.name == "gate_up" else "down_kernel"
-            found.add((name, gemm_tile(config, g), g.block_n, g.block_k, g.num_warps, g.num_stages))
-    return found
+    gemms = (("gate_up_kernel", config.gate_up), ("down_kernel", config.down))
+    return {(name, config.block_m, g.block_n, g.block_k, g.num_warps, g.num_stages) for name, g in gemms}
 
 
 def gemms(arch: int, fmt: BlockFormat, dtype: torch.dtype) -> list[Compilation]:

@@ -23,14 +23,17 @@ def test_round_trip(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_lanes_read_as_bfloat16(shape: tuple[int, int, int]) -> None:
-    """Shift and mask of plane p give weight (n, 64 g + 16 p + j) times 2**-126; padding is zero."""
+    """What a kernel does to a register of two words gives weight (n, 64 g + 16 p + j) times 2**-126; padding is 0."""
     num_experts, rows, columns = shape
     codes = random_codes(*shape)
-    words = to_lane_words(codes).to(torch.int32) & 0xFFFF
-    plane3 = ((words << 1) & 0x8000) | ((words >> 4) & 0x00C0) | ((words >> 5) & 0x0100)
-    lanes = torch.stack([*((words << shift) & 0x81C0 for shift in (0, 3, 6)), plane3], dim=-2)
+    register = to_lane_words(codes).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    rotated = (register << 10 | register >> 22) & 0xFFFFFFFF
+    plane3 = ((register << 4) & 0x81808180) | ((register >> 4) & 0x00400040)
+    planes = [*(lanes & 0x81C081C0 for lanes in (register, register << 6, rotated)), plane3]
+    halves = [torch.stack((plane & 0xFFFF, plane >> 16), dim=-1).flatten(-2) for plane in planes]
+    lanes = torch.stack(halves, dim=-2).to(torch.int32)
     values = (lanes << 16).view(torch.float32).double() * 2.0**126  # [E, R, G, 64, 4, 16]
-    dense = values.permute(0, 1, 3, 2, 4, 5).reshape(num_experts, words.shape[1] * 64, -1)
+    dense = values.permute(0, 1, 3, 2, 4, 5).reshape(num_experts, lanes.shape[1] * 64, -1)
     expected = torch.zeros_like(dense)
     expected[:, :rows, :columns] = e2m1.decode(e2m1.unpack(codes)).double()
     assert torch.equal(dense, expected)
