@@ -16,6 +16,8 @@ from torch import nn
 from fp4_inductor import host_memory
 from fp4_inductor.host_memory import HostMemory, is_on_host, move_to_host
 
+GPU_SIZES = {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 32}
+
 
 def gpu_model(fmt: str = "mxfp4") -> nn.Module:
     return pack_experts(tiny_model("gpt_oss", **GPU_SIZES).cuda(), fmt)

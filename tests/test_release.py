@@ -305,6 +305,3 @@ def test_every_weight_of_a_gpu_plan_leaves_once(fmt: str, pages: Callable[[], in
     check(run, model, tokens=3)
     assert (len(PREPARED_WEIGHTS), pages()) == (prepared, moved)
     assert moved > before
-
-
-GPU_SIZES = {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 32}
