@@ -1,4 +1,4 @@
-"""Launches the W4A16 kernels: route, gate_up, down, combine, or two kernels for few tokens.
+"""Launches the W4A16 kernels: route, gate_up, down, combine; for few tokens no route.
 
 No host synchronisation; grids depend on shapes only.
 """
@@ -11,7 +11,7 @@ from functools import cache
 import torch
 import triton
 
-from ..layouts.lane_words import GROUP
+from ..layouts.lane_words import GROUP, ROWS
 from ..spec import ActivationSpec
 from .w4a16_config import (
     DecodeConfig,
@@ -23,7 +23,7 @@ from .w4a16_config import (
     choose_group,
     choose_split,
 )
-from .w4a16_decode import down_combine_decode_kernel, down_decode_kernel, gate_up_decode_kernel
+from .w4a16_decode import down_decode_kernel, gate_up_decode_kernel
 from .w4a16_gemm import combine_kernel, down_kernel, gate_up_kernel
 from .w4a16_route import count_kernel, place_kernel, route_kernel
 from .w4a16_tuning import choose_tuned
@@ -123,8 +123,9 @@ def run_experts(
 def choose(hidden: torch.Tensor, top_k: int, experts: Experts, table: str = "") -> DecodeConfig | W4A16Config:
     """Which kernels run ``hidden`` [T, H], and how."""
     arch, (num_tokens, hidden_size) = _arch(hidden.device), hidden.shape
-    rows = experts.w13.rows.shape[1]
-    decode = choose_decode(arch, _sm_count(hidden.device), num_tokens, top_k, rows, hidden_size)
+    gate_up, down = experts.w13.words, experts.w2.words
+    sizes = ((gate_up.shape[1] * ROWS, hidden_size), (hidden_size, down.shape[2] * GROUP))
+    decode = choose_decode(arch, _sm_count(hidden.device), num_tokens, top_k, experts.num_experts, *sizes)
     if decode is not None:
         return decode
     return choose_tuned(table, num_tokens) if table else choose_config(arch, num_tokens * top_k, experts.num_experts)
@@ -138,11 +139,8 @@ def _decode(
     config: DecodeConfig,
     out: torch.Tensor,
 ) -> None:
-    """Write out [T, H], in two launches or three."""
+    """Write out [T, H]."""
     h = _gate_up_decode(hidden, topk_ids, experts, config)
-    if config.combine:
-        _down_combine_decode(h, topk_ids, topk_weights, experts, config, out)
-        return
     y = _pair_outputs(h, out.shape[1], out.dtype)
     _down_decode(h, topk_ids, topk_weights, experts, config, y)
     _combine(y, topk_ids, out, experts.num_experts, config.pdl)
@@ -218,39 +216,6 @@ def _down_decode(
         PARTS=gemm.split,
         HAS_BIAS=w2.bias is not None,
         num_warps=gemm.split,
-        **_decode_constants(experts.e4m3, intermediate_size, gemm, config.pdl),
-    )
-
-
-def _down_combine_decode(
-    h: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    experts: Experts,
-    config: DecodeConfig,
-    out: torch.Tensor,
-) -> None:
-    """Write out [T, H]."""
-    w2, gemm, hidden_size, intermediate_size = experts.w2, config.down, out.shape[1], h.shape[1]
-    num_tokens, top_k = topk_ids.shape
-    slots = triton.next_power_of_2(top_k)
-    down_combine_decode_kernel[(num_tokens * triton.cdiv(hidden_size, gemm.block_n),)](
-        h,
-        w2.words,
-        w2.scales,
-        w2.rows,
-        w2.rows if w2.bias is None else w2.bias.contiguous(),
-        topk_ids,
-        topk_weights,
-        out,
-        experts.num_experts,
-        hidden_size,
-        intermediate_size,
-        TOP_K=top_k,
-        SLOTS=slots,
-        SPLIT=gemm.split,
-        HAS_BIAS=w2.bias is not None,
-        num_warps=slots * gemm.split,
         **_decode_constants(experts.e4m3, intermediate_size, gemm, config.pdl),
     )
 

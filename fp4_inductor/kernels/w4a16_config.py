@@ -29,6 +29,8 @@ class W4A16Config:
         min_m: tokens of the narrowest product, for the tiles that are not full.
         group_m: tiles that run side by side on one piece of the weights.
         pdl: a kernel may start while the one before it still runs.
+        hopper: the kernels of ``w4a16_hopper``, for bfloat16; of the rest they take ``block_m`` up to 32 and, of each
+            GEMM, ``num_stages`` from 3.
     """
 
     block_m: int
@@ -37,6 +39,7 @@ class W4A16Config:
     gate_up: GemmConfig
     down: GemmConfig
     pdl: bool = False
+    hopper: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class DecodeGemm:
 
     Attributes:
         block_n: weight rows of a program: 16, 32 or 64.
-        split: warps that share K, of a program or of a slot.
+        split: warps of a program, which share K.
         groups: 64-column groups that a warp takes in a step.
     """
 
@@ -60,15 +63,12 @@ class DecodeConfig:
     """Both GEMMs of the kernels for few tokens.
 
     Attributes:
-        combine: the down projection's programs take all slots of a token and add them up; otherwise those of an
-            expert take all tokens, and another kernel adds.
         pdl: a kernel may start while the one before it still runs.
     """
 
     gate_up: DecodeGemm
     down: DecodeGemm
-    combine: bool
-    pdl: bool
+    pdl: bool = False
 
 
 _BLOCK = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
@@ -78,6 +78,9 @@ _NARROW = GemmConfig(block_n=64, block_k=64, num_warps=4, num_stages=4)
 # Qwen3-30B-A3B, Mixtral 8x7B and DeepSeek-V3 with 4 to 16384 tokens: see NOTES.md. Other families are not measured:
 # they take what fits their shared memory and registers.
 _HOPPER = (
+    (3, W4A16Config(8, 8, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
+    (10, W4A16Config(16, 8, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
+    (24, W4A16Config(32, 8, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
     (10, W4A16Config(16, 16, 1, _BLOCK, _BLOCK, pdl=True)),
     (24, W4A16Config(32, 16, 1, _BLOCK, _BLOCK, pdl=True)),
     (110, W4A16Config(64, 16, 1, _BLOCK, _BLOCK, pdl=True)),
@@ -112,51 +115,65 @@ FAMILIES = {
 """Configurations by ``DeviceInfo.arch``."""
 
 
-def choose_config(arch: int, num_pairs: int, num_experts: int) -> W4A16Config:
-    """The configuration for ``num_pairs`` routed pairs spread evenly over the experts."""
+def choose_config(arch: int, num_pairs: int, num_experts: int, hopper: bool = True) -> W4A16Config:
+    """The configuration for ``num_pairs`` routed pairs spread evenly over the experts; ``hopper`` ones only if so."""
     tokens = num_pairs / num_experts
     for limit, config in FAMILIES[arch]:
-        if limit is None or tokens <= limit:
+        if (limit is None or tokens <= limit) and (hopper or not config.hopper):
             return config
     raise AssertionError("the last row has no limit")
 
 
-_DECODE_TOKENS = 0
-"""Tokens up to which ``choose_decode`` finds a configuration; the kernels take up to 8."""
-_PDL_FAMILIES = (90, 100, 103, 120, 121)
+_DECODE_TOKENS = {90: 4}
+"""Tokens up to which a family runs the kernels for few tokens, which take 8. Measured on an H200 over the layers of
+gpt-oss, Qwen3-30B-A3B and Mixtral 8x7B, as are the two below; other families are not."""
+_DECODE_WARPS = 7.5
+"""Warps a multiprocessor that a GEMM for few tokens should have at least."""
+_DECODE_STEPS = 16
+"""Steps that a warp of it should make at most."""
 
 
 def choose_decode(
-    arch: int, sm_count: int, num_tokens: int, top_k: int, rows: int, hidden_size: int
+    arch: int,
+    sm_count: int,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    gate_up: tuple[int, int],
+    down: tuple[int, int],
 ) -> DecodeConfig | None:
-    """The configuration of the kernels for few tokens, or None where there are too many; ``rows`` are those of w13."""
-    if num_tokens > _DECODE_TOKENS:
+    """The configuration of the kernels for few tokens; None where tokens are many, or would often share an expert.
+
+    ``gate_up`` and ``down`` are rows and columns of the weights.
+    """
+    num_pairs = num_tokens * top_k
+    if num_tokens > _DECODE_TOKENS.get(arch, 0) or 2 * num_pairs > num_experts:
         return None
-    num_pairs, combine = num_tokens * top_k, num_tokens == 1
 
-    def block_n(num_rows: int, copies: int) -> int:
-        """The widest block that still gives every multiprocessor a program, nearly."""
-        return next((n for n in (64, 32) if num_rows // n * copies >= 0.9 * sm_count), 16)
+    def gemm(rows: int, columns: int) -> DecodeGemm:
+        programs = num_pairs * -(-rows // 32)
+        enough = (s for s in (2, 4) if programs * s >= _DECODE_WARPS * sm_count and columns <= s * 128 * _DECODE_STEPS)
+        split = next(enough, 8)
+        return DecodeGemm(block_n=32, split=split, groups=2, num_stages=4 if split == 2 else 3)
 
-    gate_up = DecodeGemm(block_n(rows, num_pairs), split=4, groups=1, num_stages=4)
-    slots = 1 << (top_k - 1).bit_length()
-    if combine:
-        down = DecodeGemm(block_n(hidden_size, 1), split=max(1, 16 // slots), groups=1, num_stages=3)
-    else:
-        down = DecodeGemm(block_n(hidden_size, num_pairs), split=4, groups=1, num_stages=4)
-    return DecodeConfig(gate_up, down, combine, pdl=arch in _PDL_FAMILIES)
+    return DecodeConfig(gemm(*gate_up), gemm(*down), pdl=arch >= 90)
 
 
-def choose_split(num_blocks: int, steps: int, sm_count: int) -> int:
+def choose_split(num_blocks: int, steps: int, sm_count: int, hopper: bool = False) -> int:
     """How many programs share an output block along its ``steps`` of K, so that a few tokens fill the device.
 
-    Three programs an SM are wanted even if short ones, twelve if each keeps a long way to go. None is left without
-    a step.
+    Three programs an SM are wanted even if short ones, twelve (``hopper`` ones: six) if each keeps a long way to
+    go. None is left without a step.
     """
     short = min(round(3 * sm_count / num_blocks), steps // 2)
-    long = min(round(12 * sm_count / num_blocks), steps // 20)
+    long = min(round((6 if hopper else 12) * sm_count / num_blocks), steps // 20)
     split = max(1, min(max(short, long), 8))
     return -(-steps // -(-steps // split))
+
+
+def choose_stages(num_stages: int, steps: int) -> int:
+    """Buffers of a ``hopper`` program, which makes whole turns of them: one more where that leaves no step empty."""
+    return num_stages + (steps % num_stages != 0 and steps % (num_stages + 1) == 0)
 
 
 def choose_group(config: W4A16Config, expert_bytes: int) -> int:
@@ -175,6 +192,6 @@ def shared_memory(config: W4A16Config) -> int:
     def need(gemm: GemmConfig) -> int:
         tokens = config.block_m * gemm.block_k * 2
         packed = gemm.block_n * (gemm.block_k // 2 + gemm.block_k // 16)
-        return gemm.num_stages * (tokens + packed)
+        return (gemm.num_stages + config.hopper) * (tokens + packed)
 
     return max(need(config.gate_up), need(config.down)) + _BARRIERS

@@ -1,9 +1,8 @@
-"""The W4A16 experts block for few tokens, in two or three launches: no sort, no counters, no atomics.
+"""Both GEMMs of the W4A16 experts block for few tokens: no sort, no counters, no atomics.
 
 A program multiplies rows of one expert's weights with every token; a column whose token did not choose the expert is
-not stored. The first pair of an expert stands for all of them. The warps of a program take parts of K (and, where
-one kernel does the down projection and combines, the slots of a token) as the batch of one matrix product; their
-sums meet in shared memory.
+not stored. The first pair of an expert stands for all of them. The warps of a program take parts of K as the batch
+of one matrix product; their sums meet in shared memory.
 
 Where PDL is set a kernel starts while the one before it still runs. Until ``gdc_wait`` it may touch only what
 kernels before that one have written, so every kernel waits before it lets the next one start.
@@ -30,9 +29,9 @@ def _scale_words(E4M3: tl.constexpr):
 
 
 @triton.jit
-def _expert_words(num_rows, groups, E4M3: tl.constexpr):
+def _expert_words(num_rows, num_columns, E4M3: tl.constexpr):
     """Words and scale words of an expert, int64."""
-    tiles = (num_rows // ROWS).to(tl.int64) * groups
+    tiles = (num_rows // ROWS).to(tl.int64) * tl.cdiv(num_columns, GROUP)
     return tiles * (ROWS * PLANE), tiles * _scale_words(E4M3)
 
 
@@ -50,20 +49,18 @@ def _load_parts(
     DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Weights [parts, BLOCK_N, 64 GROUPS] of rows from ``row``, which lie in one tile.
+    """Weights [parts, BLOCK_N, 64 GROUPS] of an expert's rows from ``row``, which lie in one tile.
 
-    ``words`` and ``scales`` are pointers [parts] to experts, ``group`` [parts] the first group to read; those past the
-    last are zero unless WHOLE.
+    ``group`` [parts] is the first group to read; those past the last are zero unless WHOLE.
     """
-    PARTS: tl.constexpr = words.shape[0]
+    PARTS: tl.constexpr = group.shape[0]
     SCALES: tl.constexpr = BLOCK_N if E4M3 else BLOCK_N // 2
     g = tl.arange(0, GROUPS)
     tile = row // ROWS * groups + group[:, None, None] + g[None, None, :]
     n = row % ROWS * PLANE + tl.arange(0, BLOCK_N) * PLANE
-    words = words[:, None, None, None] + tile[:, :, :, None] * (ROWS * PLANE)
-    words += n[None, :, None, None] + tl.arange(0, PLANE)[None, None, None, :]
+    words += tile[:, :, :, None] * (ROWS * PLANE) + n[None, :, None, None] + tl.arange(0, PLANE)[None, None, None, :]
     n = row % ROWS * SCALES // BLOCK_N + tl.arange(0, SCALES)
-    scales = scales[:, None, None] + tile * _scale_words(E4M3) + n[None, :, None]
+    scales += tile * _scale_words(E4M3) + n[None, :, None]
     if WHOLE:
         w = tl.load(words)
         s = tl.load(scales)
@@ -83,29 +80,28 @@ def _product(
     scales,
     row,
     K,
-    first,
     BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr,
+    PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
     WHOLE: tl.constexpr,
     E4M3: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """float32 [parts, BLOCK_N, tokens]: weight rows from ``row`` of a tile times tokens.
+    """float32 [BLOCK_N, tokens]: an expert's rows from ``row``, which lie in one tile, times tokens.
 
-    ``x_row`` are pointers [parts, tokens], 1, 2, 4 or 8 tokens, ``words`` and ``scales`` [parts]; a part takes GROUPS
-    groups from ``first`` [parts] in every STEP.
+    ``x_row`` are pointers [tokens], 1, 2, 4 or 8; each of PARTS takes GROUPS groups in turn.
     """
-    PARTS: tl.constexpr = x_row.shape[0]
-    TOKENS: tl.constexpr = x_row.shape[1]
+    TOKENS: tl.constexpr = x_row.shape[0]
     COLUMNS: tl.constexpr = GROUPS * GROUP
     DTYPE: tl.constexpr = x_row.dtype.element_ty
     groups = tl.cdiv(K, GROUP)
+    first = tl.arange(0, PARTS) * GROUPS
     column = first[:, None] * GROUP + tl.arange(0, COLUMNS)[None, :]
+    x_row = x_row[None, None, :]
     acc = tl.zeros((PARTS, BLOCK_N, _COLUMNS), dtype=tl.float32)
-    for group in range(0, groups, STEP):
+    for group in range(0, groups, PARTS * GROUPS):
         k = (column + group * GROUP)[:, :, None]
-        x = tl.load(x_row[:, None, :] + k) if WHOLE else tl.load(x_row[:, None, :] + k, mask=k < K, other=0.0)
+        x = tl.load(x_row + k) if WHOLE else tl.load(x_row + k, mask=k < K, other=0.0)
         x = x[:, :, None, :].broadcast_to([PARTS, COLUMNS, _COLUMNS // TOKENS, TOKENS])
         x = x.reshape(PARTS, COLUMNS, _COLUMNS)
         w = _load_parts(words, scales, row, first + group, groups, BLOCK_N, GROUPS, WHOLE, E4M3, DTYPE, INTERPRETED)
@@ -113,7 +109,7 @@ def _product(
     if TOKENS < _COLUMNS:  # a token's columns are equal, and 2**n times a number over 2**n is that number
         acc = acc.reshape(PARTS, BLOCK_N, _COLUMNS // TOKENS, TOKENS) * (TOKENS / _COLUMNS)
         acc = tl.sum(acc, axis=2)
-    return acc
+    return tl.sum(acc, axis=0)
 
 
 @triton.jit
@@ -180,7 +176,6 @@ def gate_up_decode_kernel(
     row = tl.program_id(0) % blocks * BLOCK_N
     pair = tl.program_id(0) // blocks
     DTYPE: tl.constexpr = hidden.dtype.element_ty
-    groups = tl.cdiv(H, GROUP)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -192,23 +187,21 @@ def gate_up_decode_kernel(
     factor = tl.load(row_scale + offset + n)
     shift = tl.load(bias + offset + n).to(tl.float32) if HAS_BIAS else tl.zeros_like(factor)
     t = tl.arange(0, TOKENS)
-    part = tl.arange(0, PARTS)
-    expert_words, expert_scales = _expert_words(N, groups, E4M3)
-    acc = _product(
-        hidden + part[:, None] * 0 + tl.minimum(t, num_tokens - 1)[None, :] * H,
-        words + expert * expert_words + part * 0,
-        scales + expert * expert_scales + part * 0,
+    expert_words, expert_scales = _expert_words(N, H, E4M3)
+    total = _product(
+        hidden + tl.minimum(t, num_tokens - 1) * H,
+        words + expert * expert_words,
+        scales + expert * expert_scales,
         row,
         H,
-        part * GROUPS,
         BLOCK_N,
-        PARTS * GROUPS,
+        PARTS,
         GROUPS,
         WHOLE,
         E4M3,
         INTERPRETED,
     )
-    total = tl.sum(acc, axis=0) * factor[:, None] + shift[:, None]
+    total = total * factor[:, None] + shift[:, None]
     if GATED:
         gate, up = gate_and_up(total)
         out = activated(gate, limit, alpha, BOUND, KIND) * (bounded_up(up, up_limit, BOUND) + beta)
@@ -255,7 +248,6 @@ def down_decode_kernel(
     blocks = tl.cdiv(H, BLOCK_N)
     row = tl.program_id(0) % blocks * BLOCK_N
     pair = tl.program_id(0) // blocks
-    groups = tl.cdiv(I, GROUP)
     expert, own, first = _expert_of_pair(topk_ids, pair, num_tokens, num_experts, top_k, TOKENS, SLOTS)
     if not first:
         if PDL:
@@ -268,112 +260,29 @@ def down_decode_kernel(
     if HAS_BIAS:
         shift = tl.load(bias + expert * H + n_read).to(tl.float32)
     t = tl.arange(0, TOKENS)
-    part = tl.arange(0, PARTS)
     slot = _next_slot(own, tl.full((TOKENS,), -1, dtype=tl.int32))
     x_pair = tl.where(slot < SLOTS, t * top_k + slot, pair)
-    expert_words, expert_scales = _expert_words(N, groups, E4M3)
+    expert_words, expert_scales = _expert_words(N, I, E4M3)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    acc = _product(
-        h + part[:, None] * 0 + x_pair[None, :] * I,
-        words + expert * expert_words + part * 0,
-        scales + expert * expert_scales + part * 0,
+    total = _product(
+        h + x_pair * I,
+        words + expert * expert_words,
+        scales + expert * expert_scales,
         row,
         I,
-        part * GROUPS,
         BLOCK_N,
-        PARTS * GROUPS,
+        PARTS,
         GROUPS,
         WHOLE,
         E4M3,
         INTERPRETED,
     )
-    total = tl.sum(acc, axis=0) * factor[:, None] + shift[:, None]
+    total = total * factor[:, None] + shift[:, None]
     for _ in range(_rounds(own)):
         to = t * top_k + slot
         weight = tl.load(topk_weights + to, mask=slot < SLOTS, other=0.0).to(tl.float32)
         out = cast(total * weight[None, :], y.dtype.element_ty, INTERPRETED)
         tl.store(y + to[None, :] * H + n[:, None], out, mask=(n < H)[:, None] & (slot < SLOTS)[None, :])
         slot = _next_slot(own, slot)
-
-
-@triton.jit
-def _slot_experts(topk_ids, slot, num_experts, TOP_K: tl.constexpr):
-    """Experts int64 of a token's slots and whether each exists; 0 where it does not."""
-    expert = tl.load(topk_ids + slot, mask=slot < TOP_K, other=-1).to(tl.int64)
-    exists = (expert >= 0) & (expert < num_experts)
-    return tl.where(exists, expert, 0), exists
-
-
-@triton.jit
-def down_combine_decode_kernel(
-    h,  # [P, I] by pair
-    words,  # int16 [E, R, G, 64, 16]
-    scales,  # int32 [E, R, G, 64 or 32]
-    row_scale,  # float32 [E, N], N = H padded to 64
-    bias,  # [E, H]
-    topk_ids,  # [P]
-    topk_weights,  # [P]
-    out,  # out: [T, H]
-    num_experts,
-    H,
-    I,  # noqa: E741
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    E4M3: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """out[t] = sum over slots of topk_weight * (h @ w2 + bias), BLOCK_N columns of one token.
-
-    SLOTS is TOP_K or the next power of two. Slots without an expert read the weights of the first and count
-    nothing.
-    """
-    PARTS: tl.constexpr = SLOTS * SPLIT
-    N = tl.cdiv(H, ROWS) * ROWS
-    blocks = tl.cdiv(H, BLOCK_N)
-    row = tl.program_id(0) % blocks * BLOCK_N
-    token = (tl.program_id(0) // blocks).to(tl.int64)
-    DTYPE: tl.constexpr = h.dtype.element_ty
-    groups = tl.cdiv(I, GROUP)
-    topk_ids += token * TOP_K
-    slot = tl.arange(0, SLOTS)
-    expert, exists = _slot_experts(topk_ids, slot, num_experts, TOP_K)
-    part = tl.arange(0, PARTS)
-    part_expert, _ = _slot_experts(topk_ids, part // SPLIT, num_experts, TOP_K)
-    expert_words, expert_scales = _expert_words(N, groups, E4M3)
-    n = row + tl.arange(0, BLOCK_N)
-    n_read = tl.minimum(n, H - 1)[None, :]
-    factor = tl.load(row_scale + (expert * N)[:, None] + n_read)
-    shift = tl.load(bias + (expert * H)[:, None] + n_read).to(tl.float32) if HAS_BIAS else tl.zeros_like(factor)
-    weight = tl.load(topk_weights + token * TOP_K + slot, mask=exists, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    acc = _product(
-        (h + (token * TOP_K + tl.minimum(part // SPLIT, TOP_K - 1)) * I)[:, None],
-        words + part_expert * expert_words,
-        scales + part_expert * expert_scales,
-        row,
-        I,
-        part % SPLIT * GROUPS,
-        BLOCK_N,
-        SPLIT * GROUPS,
-        GROUPS,
-        WHOLE,
-        E4M3,
-        INTERPRETED,
-    )
-    y = tl.sum(acc.reshape(SLOTS, SPLIT, BLOCK_N), axis=1) * factor + shift
-    y = tl.where(exists[:, None], y * weight[:, None], 0.0)
-    # A lower-precision combine rounds each product; a float32 result keeps them.
-    if out.dtype.element_ty != tl.float32:
-        y = cast(y, DTYPE, INTERPRETED).to(tl.float32)
-    total = cast(tl.sum(y, axis=0), out.dtype.element_ty, INTERPRETED)
-    tl.store(out + token * H + n, total, mask=n < H)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fp4_inductor.device import DeviceInfo
-from fp4_inductor.kernels.w4a16_config import FAMILIES, W4A16Config, configs, shared_memory
+from fp4_inductor.kernels.w4a16_config import FAMILIES, W4A16Config, choose_decode, configs, shared_memory
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -140,7 +140,7 @@ def test_route_kernels(arch: int) -> None:
     compile_for(arch, w4a16_route.route_kernel, shape | {"BLOCK_M": 16, "ARRIVALS": 512}, "bf16", num_warps=4)
 
 
-DECODE = {"GROUPS": 1, "WHOLE": False, "HAS_BIAS": True, "INTERPRETED": False}
+DECODE = {"GROUPS": 2, "WHOLE": False, "HAS_BIAS": True, "INTERPRETED": False}
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
@@ -148,13 +148,11 @@ DECODE = {"GROUPS": 1, "WHOLE": False, "HAS_BIAS": True, "INTERPRETED": False}
 def test_few_tokens(arch: int, e4m3: bool) -> None:
     """Two programs of each kernel fit a multiprocessor; the first wait stands before the first trigger."""
     decode = DECODE | {"E4M3": e4m3, "PDL": arch >= 90}
-    down = decode | {"TOKENS": 8, "SLOTS": 4, "BLOCK_N": 64, "PARTS": 4}
+    down = decode | {"TOKENS": 8, "SLOTS": 4, "BLOCK_N": 32, "PARTS": 4}
     gate_up = down | {"GATED": True, "BOUND": "clamp", "KIND": "silu"}
-    combine = decode | {"TOP_K": 4, "SLOTS": 4, "SPLIT": 4, "BLOCK_N": 16}
     for kernel, constants, warps, orders in (
         (w4a16_decode.gate_up_decode_kernel, gate_up, 4, ["wait", "launch_dependents"]),
         (w4a16_decode.down_decode_kernel, down, 4, ["wait", "wait", "launch_dependents"]),
-        (w4a16_decode.down_combine_decode_kernel, combine, 16, ["wait", "launch_dependents"]),
     ):
         built = compile_for(arch, kernel, constants, "bf16", num_warps=warps, num_stages=3)
         assert "mma.sync" in built.asm["ptx"]
@@ -167,3 +165,37 @@ def test_every_family_has_configurations_that_fit() -> None:
     for arch in FAMILIES:
         device = DeviceInfo.parse(f"sm_{arch}")
         assert all(shared_memory(config) <= device.shared_memory for config in configs(arch))
+
+
+GPT_OSS = (4, 32, (5760, 2880), (2880, 2880))
+QWEN3 = (8, 128, (1536, 2048), (2048, 768))
+MIXTRAL = (2, 8, (28672, 4096), (4096, 14336))
+DEEPSEEK = (8, 256, (4096, 7168), (7168, 2048))
+
+
+@pytest.mark.parametrize(
+    ("layer", "num_tokens", "warps"),
+    [
+        (GPT_OSS, 1, (2, 4)),
+        (GPT_OSS, 2, (2, 2)),
+        (GPT_OSS, 4, (2, 2)),
+        (QWEN3, 1, (4, 2)),
+        (QWEN3, 4, (2, 2)),
+        (MIXTRAL, 1, (2, 8)),
+        (MIXTRAL, 2, (2, 8)),
+        (DEEPSEEK, 1, (4, 2)),
+    ],
+)
+def test_warps_that_share_k_for_few_tokens(layer: tuple[Any, ...], num_tokens: int, warps: tuple[int, int]) -> None:
+    config = choose_decode(90, 132, num_tokens, *layer)
+    assert config is not None
+    assert (config.gate_up.split, config.down.split) == warps
+    assert config.pdl
+
+
+def test_when_tokens_are_few() -> None:
+    """Where they are measured, until they would often share an expert."""
+    for layer, most in ((GPT_OSS, 4), (QWEN3, 4), (MIXTRAL, 2), (DEEPSEEK, 4)):
+        found = [choose_decode(90, 132, num_tokens, *layer) is not None for num_tokens in range(1, 10)]
+        assert found == [num_tokens <= most for num_tokens in range(1, 10)]
+    assert not any(choose_decode(arch, 132, 1, *GPT_OSS) for arch in FAMILIES.keys() - {90})

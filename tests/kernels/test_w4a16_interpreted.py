@@ -13,16 +13,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fp4_inductor.patterns.router_formulas import router_reference
 from moe_cases import EXPERTS_CASES, MoECase, make_case
 from tolerances import assert_close_per_token
 
 from fp4_inductor.backends import get_backend
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
-from fp4_inductor.kernels import w4a16_config
-from fp4_inductor.kernels.w4a16_config import choose_decode
+from fp4_inductor.kernels.w4a16_config import DecodeConfig, DecodeGemm
 from fp4_inductor.plan import prepare, run_plan
-from fp4_inductor.spec import Operand
+from fp4_inductor.spec import Operand, RouterSpec, Scoring
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -46,11 +46,15 @@ def run(case: MoECase) -> torch.Tensor:
     return run_plan(plan, case.operands, ready)
 
 
-def use_decode_kernels(monkeypatch: pytest.MonkeyPatch, combine: bool) -> None:
+TWO_WARPS = DecodeGemm(block_n=32, split=2, groups=2, num_stages=4)
+EIGHT_WARPS = DecodeGemm(block_n=32, split=8, groups=2, num_stages=3)
+cuts = pytest.mark.parametrize("cut", [TWO_WARPS, EIGHT_WARPS], ids=["two", "eight"])
+
+
+def use_decode_kernels(monkeypatch: pytest.MonkeyPatch, cut: DecodeGemm) -> None:
     from fp4_inductor.kernels import w4a16
 
-    monkeypatch.setattr(w4a16_config, "_DECODE_TOKENS", 8)
-    monkeypatch.setattr(w4a16, "choose_decode", lambda *args: replace(choose_decode(*args), combine=combine))
+    monkeypatch.setattr(w4a16, "choose_decode", lambda *args: DecodeConfig(cut, cut))
 
 
 def check(case: MoECase) -> None:
@@ -77,32 +81,43 @@ def test_matches_the_reference_in_mxfp4(name: str) -> None:
     ("name", "num_tokens"),
     [("gpt_oss", 1), ("gpt_oss", 3), ("odd_sizes", 2), ("long_rows", 1), ("outside_ids", 8), ("not_gated", 5)],
 )
-@pytest.mark.parametrize("combine", [False, True])
+@cuts
 def test_few_tokens(
-    name: str, num_tokens: int, fmt: BlockFormat, combine: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, num_tokens: int, fmt: BlockFormat, cut: DecodeGemm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_decode_kernels(monkeypatch, combine)
+    use_decode_kernels(monkeypatch, cut)
     check(make_case(fmt, **{**EXPERTS_CASES[name], "num_tokens": num_tokens}))
 
 
 @interpreted
 @pytest.mark.parametrize("name", ["float16", "low_weights", "float32_out", "up_first", "softcap"])
-@pytest.mark.parametrize("combine", [False, True])
-def test_few_tokens_of_every_type(name: str, combine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_decode_kernels(monkeypatch, combine)
+def test_few_tokens_of_every_type(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_decode_kernels(monkeypatch, TWO_WARPS)
     check(make_case(NVFP4, **{**EXPERTS_CASES[name], "num_tokens": 2}))
 
 
 @interpreted
-@pytest.mark.parametrize("combine", [False, True])
+@cuts
 @pytest.mark.parametrize("num_tokens", [1, 4])
-def test_a_token_may_name_an_expert_twice(num_tokens: int, combine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_may_name_an_expert_twice(num_tokens: int, cut: DecodeGemm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among few tokens, next to ids that name an expert only in their lower 32 bits."""
-    use_decode_kernels(monkeypatch, combine)
+    use_decode_kernels(monkeypatch, cut)
     case = make_case(MXFP4, num_tokens=num_tokens, num_experts=5, top_k=4, bias=True)
     ids = case.operands[Operand.TOPK_IDS]
     ids.copy_(torch.tensor([[2, 0, 2, 2], [0, 0, 0, 0], [1, 1, 0, -1], [(1 << 32) + 1, 1, 2, 1]])[:num_tokens])
     check(case)
+
+
+@interpreted
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_few_tokens_routed_from_logits(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_decode_kernels(monkeypatch, TWO_WARPS)
+    router = RouterSpec(Scoring.SOFTMAX, topk_before_scoring=True)
+    case = make_case(MXFP4, **{**EXPERTS_CASES["gpt_oss"], "num_tokens": num_tokens})
+    logits = torch.randn(num_tokens, case.spec.num_experts) * 2
+    ids, weights = router_reference(router, logits.double(), case.spec.top_k, None, 1.0)
+    routed = {Operand.ROUTER_LOGITS: logits, Operand.TOPK_IDS: ids, Operand.TOPK_WEIGHTS: weights.float()}
+    check(MoECase(replace(case.spec, router=router), {**case.operands, **routed}))
 
 
 @interpreted
