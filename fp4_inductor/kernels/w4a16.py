@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +23,7 @@ from .w4a16_config import (
     choose_decode,
     choose_group,
     choose_split,
+    choose_stages,
 )
 from .w4a16_decode import down_decode_kernel, gate_up_decode_kernel
 from .w4a16_gemm import combine_kernel, down_kernel, gate_up_kernel
@@ -32,6 +34,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run on the CPU in Triton's interpreter, which knows no inline assembly and no bfloat16 product."""
 _CHUNKS = ((32, 32, 4), (128, 128, 4), (256, 256, 8), (16384, 128, 4), (None, 512, 16))
 """Up to this many pairs, how many one program sorts, and its warps. Measured on an H200."""
+_ALIGNMENT = 16
+"""Bytes that an asynchronous copy takes at once."""
 _INTERPRETED_ARCH = 80
 _INTERPRETED_SMS = 16
 _MAX_ARRIVALS = 1024
@@ -128,7 +132,29 @@ def choose(hidden: torch.Tensor, top_k: int, experts: Experts, table: str = "") 
     decode = choose_decode(arch, _sm_count(hidden.device), num_tokens, top_k, experts.num_experts, *sizes)
     if decode is not None:
         return decode
-    return choose_tuned(table, num_tokens) if table else choose_config(arch, num_tokens * top_k, experts.num_experts)
+    size = (arch, num_tokens * top_k, experts.num_experts)
+    config = choose_tuned(table, num_tokens) if table else choose_config(*size)
+    if config.hopper and (hidden.dtype != torch.bfloat16 or _hopper_kernels() is None):
+        return choose_config(*size, hopper=False)
+    return config
+
+
+@cache
+def _hopper_kernels() -> tuple[Any, Any] | None:
+    """gate_up and down of ``w4a16_hopper``, or None where this Triton lacks what they import: Gluon may change."""
+    if INTERPRETED:
+        return None
+    try:
+        from .w4a16_hopper import down_hopper_kernel, gate_up_hopper_kernel
+    except (AttributeError, ImportError):
+        return None
+    return gate_up_hopper_kernel, down_hopper_kernel
+
+
+def _kernels(config: W4A16Config) -> tuple[Any, Any]:
+    """gate_up and down; all take the same arguments."""
+    hopper = _hopper_kernels() if config.hopper else None
+    return hopper or (gate_up_kernel, down_kernel)
 
 
 def _decode(
@@ -294,12 +320,15 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, pdl: bool = Fa
 def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int, config: W4A16Config) -> torch.Tensor:
     """h [P, I] in the activation dtype, rows sorted by expert; I is padded to 64 where there is no gate."""
     w13, activation, hidden_size = experts.w13, experts.activation, hidden.shape[1]
+    if config.hopper and hidden.data_ptr() % _ALIGNMENT:
+        hidden = hidden.clone()
     rows = w13.rows.shape[1]
     intermediate_size = rows // 2 if activation.gated else rows
     h = hidden.new_empty(routes.num_pairs, intermediate_size)
     limit = 0.0 if activation.limit is None else activation.limit
-    cut = _cut(routes, rows, hidden_size, config.gate_up, h.device)
-    gate_up_kernel[(cut.num_blocks * cut.split_k,)](
+    cut = _cut(routes, rows, hidden_size, config, config.gate_up, h.device)
+    kernel, _ = _kernels(config)
+    kernel[(cut.num_blocks * cut.split_k,)](
         hidden,
         w13.words,
         w13.scales,
@@ -330,8 +359,9 @@ def _down(
 ) -> None:
     """Write y [P, H], by pair, times the routing weights."""
     w2, hidden_size, intermediate_size = experts.w2, y.shape[1], h.shape[1]
-    cut = _cut(routes, hidden_size, intermediate_size, config.down, h.device)
-    down_kernel[(cut.num_blocks * cut.split_k,)](
+    cut = _cut(routes, hidden_size, intermediate_size, config, config.down, h.device)
+    _, kernel = _kernels(config)
+    kernel[(cut.num_blocks * cut.split_k,)](
         h,
         w2.words,
         w2.scales,
@@ -357,11 +387,12 @@ class _Cut:
     split_k: int
 
 
-def _cut(routes: Routes, rows: int, columns: int, gemm: GemmConfig, device: torch.device) -> _Cut:
+def _cut(routes: Routes, rows: int, columns: int, config: W4A16Config, gemm: GemmConfig, device: torch.device) -> _Cut:
     num_blocks = routes.max_tiles * triton.cdiv(rows, gemm.block_n)
     if num_blocks > routes.arrivals.numel():
         return _Cut(num_blocks, 1)
-    return _Cut(num_blocks, choose_split(num_blocks, triton.cdiv(columns, gemm.block_k), _sm_count(device)))
+    steps = triton.cdiv(columns, gemm.block_k)
+    return _Cut(num_blocks, choose_split(num_blocks, steps, _sm_count(device), config.hopper))
 
 
 def _parts(cut: _Cut, block_size: int, like: torch.Tensor) -> torch.Tensor:
@@ -373,6 +404,16 @@ def _parts(cut: _Cut, block_size: int, like: torch.Tensor) -> torch.Tensor:
 def _constants(
     weights: Weights, e4m3: bool, columns: int, config: W4A16Config, gemm: GemmConfig, split_k: int
 ) -> dict[str, int | bool]:
+    if config.hopper:
+        steps = triton.cdiv(triton.cdiv(columns, gemm.block_k), split_k)
+        return {
+            "BLOCK_M": config.block_m,
+            "STAGES": choose_stages(gemm.num_stages, steps),
+            "SPLIT_K": split_k,
+            "E4M3": e4m3,
+            **_pdl(config.pdl),
+            "num_warps": gemm.num_warps,
+        }
     return {
         "BLOCK_M": config.block_m,
         "MIN_M": config.min_m,

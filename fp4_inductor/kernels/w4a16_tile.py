@@ -18,7 +18,7 @@ _GRANULE = tl.constexpr(8)
 
 
 @triton.jit
-def _bf16_planes(words, s0, s1, s2, s3):
+def bf16_planes(words, s0, s1, s2, s3):
     """Planes of two words at a time, each times its scale; a lane word's bits need no other change."""
     return tl.inline_asm_elementwise(
         """
@@ -120,7 +120,7 @@ def decode_weights(words, scales, E4M3: tl.constexpr, DTYPE: tl.constexpr, INTER
     s2 = tl.expand_dims(s2, 2).broadcast_to(shape)
     s3 = tl.expand_dims(s3, 2).broadcast_to(shape)
     if DTYPE.is_bf16() and not INTERPRETED:
-        p0, p1, p2, p3 = _bf16_planes(words, s0, s1, s2, s3)
+        p0, p1, p2, p3 = bf16_planes(words, s0, s1, s2, s3)
     else:
         wide = words.to(tl.int32) & 0xFFFF
         other = _neighbours(wide)

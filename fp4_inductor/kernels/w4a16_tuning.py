@@ -15,13 +15,15 @@ from .w4a16_config import GemmConfig, W4A16Config, shared_memory
 PARTS = ("tiles", "gate_up", "down")
 """What is tuned, one after the other: token tiles of both GEMMs, then each GEMM alone."""
 
-_TILES = (16, 32, 64, 128)
+_TILES = (8, 16, 32, 64, 128)
+_HOPPER_TILES = (8, 16, 32)
 _CHOICES: dict[str, tuple[int, ...]] = {
     "block_n": (64, 128),
     "block_k": (64, 128),
     "num_warps": (4, 8),
     "num_stages": (2, 3, 4, 5, 6),
 }
+_HOPPER_CHOICES = {"num_stages": (3, 4, 5, 6)}
 _ACCUMULATORS = 128
 """float32 of a thread that an output block may take; more leave no registers to decode with."""
 
@@ -54,7 +56,7 @@ def variants(config: W4A16Config, part: str, limit: int) -> tuple[W4A16Config, .
 
 
 def _tiles(config: W4A16Config) -> Iterator[W4A16Config]:
-    for block_m in _TILES:
+    for block_m in _HOPPER_TILES if config.hopper else _TILES:
         if block_m in (config.block_m // 2, config.block_m * 2) and block_m >= config.min_m:
             yield replace(config, block_m=block_m)
     if config.block_m >= 64:
@@ -63,7 +65,7 @@ def _tiles(config: W4A16Config) -> Iterator[W4A16Config]:
 
 def _gemms(config: W4A16Config, part: str) -> Iterator[W4A16Config]:
     gemm: GemmConfig = getattr(config, part)
-    for name, values in _CHOICES.items():
+    for name, values in (_HOPPER_CHOICES if config.hopper else _CHOICES).items():
         for value in values:
             changed = replace(gemm, **{name: value})
             yield replace(config, gate_up=changed) if part == "gate_up" else replace(config, down=changed)
