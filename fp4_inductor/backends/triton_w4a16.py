@@ -103,7 +103,8 @@ class TritonW4A16Backend:
 
     def config(self, spec: MoESpec, device: DeviceInfo, num_tokens: int) -> str:
         assert device.arch is not None, "check refuses it"
-        return write_config(choose_config(device.arch, num_tokens * spec.top_k, spec.num_experts))
+        hopper = spec.act_dtype == torch.bfloat16
+        return write_config(choose_config(device.arch, num_tokens * spec.top_k, spec.num_experts, hopper))
 
     def variants(self, config: str, part: str, device: DeviceInfo) -> tuple[str, ...]:
         return tuple(map(write_config, variants(read_config(config), part, device.shared_memory)))
