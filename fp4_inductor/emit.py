@@ -7,7 +7,8 @@ end a re-layout carry ``meta[PREPARED]``; ``fold`` turns exactly those into cons
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,26 @@ PREPARED = "fp4_prepared"
 _PER_CALL = (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS)
 """What differs from call to call, and so is no weight to prepare."""
 
+_EXPERT_WEIGHTS = (
+    *(Operand.W13, Operand.W13_SCALE, Operand.W13_GLOBAL, Operand.W13_BIAS),
+    *(Operand.W2, Operand.W2_SCALE, Operand.W2_GLOBAL, Operand.W2_BIAS),
+)
+
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWeight:
+    """A weight as the fused call reads it: ``prepared``, by a re-layout that folds, or as the model holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    prepared: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -35,11 +55,7 @@ class Emitted:
 
     fused: fx.Node
     result: fx.Node
-
-    @property
-    def prepared_bytes(self) -> int:
-        values = [node.meta["val"] for node in self.fused.all_input_nodes if PREPARED in node.meta]
-        return sum(value.numel() * value.element_size() for value in values)
+    weights: tuple[KernelWeight, ...]
 
 
 def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> Emitted:
@@ -60,8 +76,24 @@ def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> 
             for arg in plan.args
         ]
         fused = writer.call(resolve_op(plan.op), *args)
+        weights = _weights(plan, operands, prepared)
         result = writer.shaped_like_output(writer.summed_slots(fused) if apart else fused)
-    return Emitted(fused, result)
+    return Emitted(fused, result, weights)
+
+
+def _weights(
+    plan: KernelPlan, operands: Mapping[Operand, fx.Node], prepared: Mapping[str, fx.Node]
+) -> tuple[KernelWeight, ...]:
+    """What the call reads of the experts' weights, and whatever else folds, each tensor once."""
+    found: dict[fx.Node, KernelWeight] = {}
+    for arg in plan.args:
+        if not isinstance(arg, Operand | Prepared):
+            continue
+        node, name = (prepared[arg.name], arg.name) if isinstance(arg, Prepared) else (operands[arg], str(arg))
+        if PREPARED in node.meta or arg in _EXPERT_WEIGHTS:
+            value = node.meta["val"]
+            found.setdefault(node, KernelWeight(name, tuple(value.shape), value.dtype, PREPARED in node.meta))
+    return tuple(found.values())
 
 
 class _Writer:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from .device import DeviceInfo
+from .emit import KernelWeight
 from .matching import Match, NearMiss, SourceLocation
 from .select import Selection
 
@@ -22,7 +24,7 @@ class SiteReport:
     Attributes:
         bytes_before: codes and block scales as the model holds them.
         bytes_dense: what the graph as written would materialise in each call (all experts, dequantised).
-        bytes_prepared: kernel-ready copies that folding keeps beside the originals (0: canonical layout).
+        weights: as the kernel reads them; those that are prepared are the folded graph's inputs.
     """
 
     where: SourceLocation
@@ -32,12 +34,12 @@ class SiteReport:
     nodes_replaced: int
     bytes_before: int
     bytes_dense: int
-    bytes_prepared: int = 0
+    weights: tuple[KernelWeight, ...] = ()
 
     @classmethod
-    def of(cls, match: Match, selection: Selection, bytes_prepared: int) -> SiteReport:
+    def of(cls, match: Match, selection: Selection, weights: tuple[KernelWeight, ...]) -> SiteReport:
         spec = match.spec
-        weights = spec.num_experts * spec.hidden_size * (spec.w13_rows + spec.intermediate_size)
+        num_weights = spec.num_experts * spec.hidden_size * (spec.w13_rows + spec.intermediate_size)
         return cls(
             where=match.where,
             pattern=match.pattern,
@@ -45,13 +47,18 @@ class SiteReport:
             selection=selection,
             nodes_replaced=len(match.nodes) if selection.chosen else 0,
             bytes_before=spec.packed_bytes,
-            bytes_dense=weights * spec.act_dtype.itemsize,
-            bytes_prepared=bytes_prepared,
+            bytes_dense=num_weights * spec.act_dtype.itemsize,
+            weights=weights,
         )
 
     @property
     def lowered(self) -> bool:
         return self.selection.chosen is not None
+
+    @property
+    def bytes_prepared(self) -> int:
+        """Kernel-ready copies that folding keeps beside the originals (0: canonical layout)."""
+        return sum(weight.num_bytes for weight in self.weights if weight.prepared)
 
     def to_json(self) -> dict[str, Any]:
         selection = self.selection
@@ -75,6 +82,7 @@ class SiteReport:
                 }
                 for verdict in selection.verdicts
             ],
+            "weights": [_weight_json(weight) for weight in self.weights],
             "nodes_replaced": self.nodes_replaced,
             "bytes": {"packed": self.bytes_before, "dense": self.bytes_dense, "prepared": self.bytes_prepared},
         }
@@ -202,13 +210,11 @@ def _anchors(misses: list[NearMiss]) -> str:
 
 
 def _same_decision(a: SiteReport, b: SiteReport) -> bool:
-    return (a.pattern, a.grade, a.selection.spec, a.selection.verdicts, a.selection.chosen) == (
-        b.pattern,
-        b.grade,
-        b.selection.spec,
-        b.selection.verdicts,
-        b.selection.chosen,
-    )
+    def decision(site: SiteReport) -> tuple[object, ...]:
+        selection = site.selection
+        return site.pattern, site.grade, selection.spec, selection.verdicts, selection.chosen, site.weights
+
+    return decision(a) == decision(b)
 
 
 def _site_lines(first: SiteReport, members: list[SiteReport]) -> list[str]:
@@ -225,11 +231,25 @@ def _site_lines(first: SiteReport, members: list[SiteReport]) -> list[str]:
         f"    runs on  {_runs_on(selection)}",
         f"    bytes    {_size(first.bytes_before)} packed{prepared}; as written {_size(first.bytes_dense)} a call",
     ]
-    for verdict in selection.verdicts:
-        if verdict.backend != selection.chosen:
-            answer = "willing" if verdict.ok else "; ".join(map(str, verdict.reasons))
-            lines.append(f"    not      {verdict.backend}: {answer}")
+    for label, entries in (("weights", map(_weight_line, first.weights)), ("asked", _answers(selection))):
+        lines += [f"    {label if index == 0 else '':8} {entry}" for index, entry in enumerate(entries)]
     return lines
+
+
+def _weight_line(weight: KernelWeight) -> str:
+    dtype = str(weight.dtype).removeprefix("torch.")
+    as_it_is = "" if weight.prepared else ", as the model holds it"
+    return f"{weight.name} {dtype} {list(weight.shape)}, {_size(weight.num_bytes)}{as_it_is}"
+
+
+def _answers(selection: Selection) -> Iterator[str]:
+    """What each backend said, in the order in which they were asked; every reason on its own line."""
+    for verdict in selection.verdicts:
+        reasons = list(map(str, verdict.reasons))
+        if verdict.ok:
+            reasons = ["chosen" if verdict.backend == selection.chosen else "willing"]
+        yield f"{verdict.backend}: {reasons[0]}"
+        yield from (f"{'':{len(verdict.backend)}}  {reason}" for reason in reasons[1:])
 
 
 def _runs_on(selection: Selection) -> str:
@@ -241,6 +261,16 @@ def _runs_on(selection: Selection) -> str:
 
 def _location_json(where: SourceLocation) -> dict[str, Any]:
     return {"module": where.module, "file": where.file, "line": where.line, "code": where.code}
+
+
+def _weight_json(weight: KernelWeight) -> dict[str, Any]:
+    return {
+        "name": weight.name,
+        "shape": list(weight.shape),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "bytes": weight.num_bytes,
+        "prepared": weight.prepared,
+    }
 
 
 def _size(num_bytes: int) -> str:

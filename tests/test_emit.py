@@ -104,7 +104,13 @@ def test_relayout_is_plain_aten_and_marked() -> None:
     assert {node.meta[PREPARED] for node in marked} == {"w13_halves", "w13_scale_halves"}
     namespaces = {node.target.namespace for node in module.graph.nodes if node.op == "call_function"}
     assert namespaces == {"aten", "fp4_inductor"}
-    assert emitted.prepared_bytes == sum(case.operands[o].nbytes for o in (Operand.W13, Operand.W13_SCALE))
+    weights = {weight.name: weight for weight in emitted.weights}
+    assert [name for name, weight in weights.items() if weight.prepared] == ["w13_halves", "w13_scale_halves"]
+    assert {name for name, weight in weights.items() if not weight.prepared} == {"w2", "w2_scale"}
+    for name, operand in (("w13_halves", Operand.W13), ("w2_scale", Operand.W2_SCALE)):
+        tensor = case.operands[operand]
+        weight = weights[name]
+        assert (weight.shape, weight.dtype, weight.num_bytes) == (tensor.shape, tensor.dtype, tensor.nbytes)
     assert "fp4moe[cpu]" in emitted.fused.meta["stack_trace"]
     assert "user.py" in emitted.fused.meta["stack_trace"]
 

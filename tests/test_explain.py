@@ -5,13 +5,19 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from models import pack_experts, tiny_model, token_ids
+from moe_cases import make_case
 
-from fp4_inductor import NoBackendError, Options, UnknownNameError, explain, quantize_
+from fp4_inductor import DeviceInfo, NoBackendError, Options, UnknownNameError, explain, list_backends, quantize_
+from fp4_inductor.backends import BACKENDS
 from fp4_inductor.dynamo_backend import compile_with
+from fp4_inductor.plan import prepare
+from fp4_inductor.reasons import ReasonCode
+from fp4_inductor.spec import Operand
 
 
 def test_on_this_machine() -> None:
@@ -27,13 +33,72 @@ def test_on_this_machine() -> None:
     assert "layers.0" in data["sites"][0]["where"]["module"]
 
 
-@pytest.mark.parametrize("device", ["sm_80", "sm_90", "sm_100"])
-def test_for_a_device_that_is_not_here(device: str) -> None:
-    model = pack_experts(tiny_model("gpt_oss"), "mxfp4")
-    report = explain(model, token_ids(), device=device)
-    assert [site.selection.chosen for site in report.sites] == ["triton_w4a16"] * 2
-    assert f"({device})" in str(report)
-    assert "cpu: CAPABILITY: needs a CPU" in str(report)
+ELSEWHERE = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120")
+
+
+def with_triton_alone(name: str) -> DeviceInfo:
+    """A device that is not here, beside the one kernel library that every test environment may assume."""
+    return replace(DeviceInfo.parse(name), libraries=(("triton", "3.6.0"),))
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_for_a_device_that_is_not_here(name: str) -> None:
+    """The whole decision: who was asked, what each said, and what the kernel's weights will be."""
+    model = pack_experts(tiny_model("gpt_oss", layers=1), "mxfp4")
+    report = explain(model, token_ids(), device=with_triton_alone(name))
+    assert [site.selection.chosen for site in report.sites] == ["triton_w4a16"]
+    for site in report.sites:
+        verdicts = {verdict.backend: verdict for verdict in site.selection.verdicts}
+        assert tuple(verdicts) == list_backends()
+        for backend in BACKENDS:
+            assert verdicts[backend.name] == backend.check(site.selection.spec, with_triton_alone(name))
+        assert [reason.code for reason in verdicts["cpu"].reasons] == [ReasonCode.CAPABILITY]
+        assert all(reason.hint for verdict in verdicts.values() for reason in verdict.reasons)
+    text = str(report)
+    assert f"({name})" in text
+    assert "layout lane words, 64x64 tiles, pads I 96 to 128)" in text
+    assert "asked    " in text
+    assert "triton_w4a16: chosen" in text
+    assert "cpu: CAPABILITY: needs a CPU" in text
+    assert all(f"{weight.name} " in text for weight in report.sites[0].weights)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ["sm_90", "cpu"])
+def test_the_weights_it_names_are_those_that_the_plan_prepares(name: str, fmt: str) -> None:
+    model = pack_experts(tiny_model("gpt_oss", layers=1), fmt)
+    (site,) = explain(model, token_ids(), device=with_triton_alone(name)).sites
+    spec = site.selection.spec
+    sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 128, "intermediate_size": 96}
+    assert {field: getattr(spec, field) for field in sizes} == sizes
+    alike = {"w13_order": spec.w13_order, "activation": spec.activation, "bias": True, "global_scale": "expert"}
+    case = make_case(spec.weight_format, **sizes, **alike)
+    assert site.selection.plan is not None
+    ready = prepare(site.selection.plan, case.operands)
+    told = {weight.name: weight for weight in site.weights}
+    assert {name for name, weight in told.items() if weight.prepared} == set(ready)
+    for weight_name, tensor in ready.items():
+        weight = told[weight_name]
+        assert (weight.shape, weight.dtype, weight.num_bytes) == (tensor.shape, tensor.dtype, tensor.nbytes)
+    assert site.bytes_prepared == sum(tensor.nbytes for tensor in ready.values())
+    as_it_is = {weight.name: weight.shape for weight in site.weights if not weight.prepared}
+    assert all(shape == case.operands[Operand(name)].shape for name, shape in as_it_is.items())
+    json.dumps(site.to_json())
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_103"])
+def test_a_missing_library_is_a_reason_with_its_cure(name: str) -> None:
+    model = pack_experts(tiny_model("mixtral", layers=1), "mxfp4")
+    (site,) = explain(model, token_ids(), device=replace(DeviceInfo.parse(name), libraries=())).sites
+    assert site.selection.chosen is None
+    assert site.weights == ()
+    (verdict,) = (v for v in site.selection.verdicts if v.backend == "triton_w4a16")
+    assert [(r.code, r.hint) for r in verdict.reasons] == [(ReasonCode.LIBRARY, "pip install triton")]
+
+
+def test_a_device_by_its_name() -> None:
+    report = explain(tiny_model("mixtral", layers=1), token_ids(), device="sm_103")
+    assert report.device == DeviceInfo.parse("sm_103")
 
 
 def test_leaves_the_model_and_its_numbers_alone() -> None:

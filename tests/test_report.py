@@ -7,8 +7,10 @@ import logging
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fp4_inductor import DeviceInfo, LoweringReport
+from fp4_inductor.emit import KernelWeight
 from fp4_inductor.formats import MXFP4
 from fp4_inductor.matching import NearMiss, SourceLocation
 from fp4_inductor.plan import KernelPlan
@@ -20,6 +22,10 @@ from fp4_inductor.spec import ActivationSpec, MoESpec
 SPEC = MoESpec(32, 4, 2880, 2880, MXFP4, ActivationSpec("silu", alpha=1.702, beta=1.0, limit=7.0), has_w13_bias=True)
 DEVICE = DeviceInfo.parse("sm_90")
 REFUSAL = Verdict("cpu", (Reason(ReasonCode.CAPABILITY, "a CPU", "H200 (sm_90)"),))
+WEIGHTS = (
+    KernelWeight("w13_codes", (32, 5760, 360), torch.int32, prepared=True),
+    KernelWeight("w2_bias", (32, 2880), torch.bfloat16, prepared=False),
+)
 
 
 def site(layer: int, chosen: str | None = "triton_w4a16") -> SiteReport:
@@ -33,7 +39,7 @@ def site(layer: int, chosen: str | None = "triton_w4a16") -> SiteReport:
         nodes_replaced=41 if chosen else 0,
         bytes_before=SPEC.packed_bytes,
         bytes_dense=32 * 2880 * 2880 * 3 * 2,
-        bytes_prepared=2**20,
+        weights=WEIGHTS if chosen else (),
     )
 
 
@@ -48,10 +54,24 @@ def test_text_says_what_where_and_why() -> None:
     assert "/site/modeling.py:77" in text
     assert "swiglu(alpha=1.702, beta=1.0, limit=7.0) +bias" in text
     assert "triton_w4a16 (fp4_inductor::moe_w4a16, layout planes)" in text
-    assert "cpu: CAPABILITY: needs a CPU, got H200 (sm_90)" in text
-    assert "403.4 MiB packed" in text
+    assert "403.4 MiB packed, prepared 253.1 MiB" in text
     assert "experts.down_proj_packed (4.0 KiB packed)" in text
     assert "a norm before the weights" in text
+
+
+def test_every_backend_is_told_in_order_with_each_of_its_reasons() -> None:
+    two = replace(REFUSAL, reasons=(*REFUSAL.reasons, Reason(ReasonCode.DTYPE, "float32", "bfloat16", "cast it")))
+    first = site(0)
+    verdicts = (two, Verdict("triton_w4a16"), Verdict("reference"))
+    block = replace(first, selection=replace(first.selection, verdicts=verdicts))
+    assert str(LoweringReport(DEVICE, [block], num_graphs=1)).splitlines()[-6:] == [
+        "    weights  w13_codes int32 [32, 5760, 360], 253.1 MiB",
+        "             w2_bias bfloat16 [32, 2880], 180.0 KiB, as the model holds it",
+        "    asked    cpu: CAPABILITY: needs a CPU, got H200 (sm_90)",
+        "                  DTYPE: needs float32, got bfloat16 (cast it)",
+        "             triton_w4a16: chosen",
+        "             reference: willing",
+    ]
 
 
 def test_weights_left_behind_together_are_told_together() -> None:
@@ -87,6 +107,17 @@ def test_json_holds_the_same() -> None:
         "code": "y = experts(x)",
     }
     assert data["sites"][0]["verdicts"][1]["reasons"][0]["code"] == "CAPABILITY"
+    assert data["sites"][0]["weights"] == [
+        {
+            "name": "w13_codes",
+            "shape": [32, 5760, 360],
+            "dtype": "int32",
+            "bytes": 4 * 32 * 5760 * 360,
+            "prepared": True,
+        },
+        {"name": "w2_bias", "shape": [32, 2880], "dtype": "bfloat16", "bytes": 2 * 32 * 2880, "prepared": False},
+    ]
+    assert data["sites"][0]["bytes"]["prepared"] == 4 * 32 * 5760 * 360
     assert data["sites"][0]["bytes"]["packed"] == 32 * 2880 * 2880 * 3 * 17 // 32
     assert data["near_misses"][0]["packed_bytes"] == 4096
 

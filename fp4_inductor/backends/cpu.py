@@ -68,14 +68,15 @@ class CpuBackend:
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
         reasons = []
         if device.family != "cpu":
-            reasons.append(Reason(ReasonCode.CAPABILITY, "a CPU", str(device)))
+            reasons.append(Reason(ReasonCode.CAPABILITY, "a CPU", str(device), "it is for models on a CPU"))
         for what, dtype in (("activations", spec.act_dtype), ("output", spec.out_dtype)):
             if dtype not in _DTYPES:
-                reasons.append(Reason(ReasonCode.DTYPE, f"{what} in bfloat16, float16 or float32", str(dtype)))
+                need = f"{what} in bfloat16, float16 or float32"
+                reasons.append(Reason(ReasonCode.DTYPE, need, str(dtype), "model.to(torch.bfloat16)"))
         for what, size in (("hidden size", spec.hidden_size), ("intermediate size", spec.intermediate_size)):
             if size % spec.weight_format.block_size:
                 need = f"a {what} that is a multiple of {spec.weight_format.block_size}"
-                reasons.append(Reason(ReasonCode.SHAPE, need, str(size)))
+                reasons.append(Reason(ReasonCode.SHAPE, need, str(size), "pad the weights with zeros before packing"))
         return Verdict(self.name, tuple(reasons))
 
     def rank(self, spec: MoESpec, device: DeviceInfo) -> int:

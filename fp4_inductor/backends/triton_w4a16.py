@@ -44,6 +44,7 @@ _ACT_DTYPES = (torch.bfloat16, torch.float16)
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MULTIPLE = 32
 _SCORINGS = (Scoring.SOFTMAX, Scoring.SIGMOID, Scoring.SQRT_SOFTPLUS)
+_ANY = "options={'fp4moe.backend': 'reference'} computes any, slowly"
 _MAX_ROUTED = 1024
 """Experts that one program's registers hold the scores of."""
 
@@ -117,10 +118,10 @@ def _device_reasons(device: DeviceInfo) -> list[Reason]:
     reasons = []
     if device.arch is None or device.arch not in FAMILIES:
         known = ", ".join(f"sm_{arch}" for arch in FAMILIES)
-        reasons.append(Reason(ReasonCode.CAPABILITY, f"one of {known}", str(device)))
+        reasons.append(Reason(ReasonCode.CAPABILITY, f"one of {known}", str(device), "move the model to such a GPU"))
     elif device.shared_memory < (need := max(shared_memory(config) for config in configs(device.arch))):
-        got = f"{device.shared_memory} bytes"
-        reasons.append(Reason(ReasonCode.CAPABILITY, f"{need} bytes of shared memory a block", got))
+        shared, got = f"{need} bytes of shared memory a block", f"{device.shared_memory} bytes"
+        reasons.append(Reason(ReasonCode.CAPABILITY, shared, got, "move the model to a GPU that has them"))
     if device.library("triton") is None:
         reasons.append(Reason(ReasonCode.LIBRARY, "triton", "none installed", "pip install triton"))
     return reasons
@@ -129,24 +130,28 @@ def _device_reasons(device: DeviceInfo) -> list[Reason]:
 def _spec_reasons(spec: MoESpec) -> list[Reason]:
     reasons = []
     if spec.weight_format not in FORMATS.values():
-        reasons.append(Reason(ReasonCode.FORMAT, f"weights in {' or '.join(FORMATS)}", repr(spec.weight_format)))
+        need, cure = f"weights in {' or '.join(FORMATS)}", "fp4_inductor.quantize_ makes them"
+        reasons.append(Reason(ReasonCode.FORMAT, need, repr(spec.weight_format), cure))
     if spec.activation.kind not in _ACTIVATIONS:
-        reasons.append(Reason(ReasonCode.ACTIVATION, f"one of {', '.join(_ACTIVATIONS)}", str(spec.activation)))
+        reasons.append(Reason(ReasonCode.ACTIVATION, f"one of {', '.join(_ACTIVATIONS)}", str(spec.activation), _ANY))
     if spec.activation.bound not in _BOUNDS:
-        reasons.append(Reason(ReasonCode.ACTIVATION, f"one of {', '.join(_BOUNDS)}", str(spec.activation.bound)))
+        reasons.append(Reason(ReasonCode.ACTIVATION, f"one of {', '.join(_BOUNDS)}", spec.activation.bound, _ANY))
     for what, size in (("hidden size", spec.hidden_size), ("intermediate size", spec.intermediate_size)):
         if size % _MULTIPLE or size <= 0:
-            reasons.append(Reason(ReasonCode.SHAPE, f"a {what} that is a multiple of {_MULTIPLE}", str(size)))
+            need, cure = f"a {what} that is a multiple of {_MULTIPLE}", "pad the weights with zeros before packing"
+            reasons.append(Reason(ReasonCode.SHAPE, need, str(size), cure))
     for what, dtype, known in (
         ("activations", spec.act_dtype, _ACT_DTYPES),
         ("routing weights", spec.weights_dtype, _OUT_DTYPES),
         ("output", spec.out_dtype, _OUT_DTYPES),
     ):
         if dtype not in known:
-            names = " or ".join(str(d).removeprefix("torch.") for d in known)
-            reasons.append(Reason(ReasonCode.DTYPE, f"{what} in {names}", str(dtype).removeprefix("torch.")))
+            need = f"{what} in {' or '.join(str(d).removeprefix('torch.') for d in known)}"
+            got = str(dtype).removeprefix("torch.")
+            reasons.append(Reason(ReasonCode.DTYPE, need, got, "model.to(torch.bfloat16)"))
     if spec.local_experts is not None:
-        reasons.append(Reason(ReasonCode.PARALLEL, "every expert on this device", str(spec.local_experts)))
+        got, cure = str(spec.local_experts), "keep all experts of a layer on one device"
+        reasons.append(Reason(ReasonCode.PARALLEL, "every expert on this device", got, cure))
     return reasons
 
 
