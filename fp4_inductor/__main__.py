@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from . import doctor
 from .bench import command as bench
 from .errors import Fp4InductorError
 
-COMMANDS = (bench,)
+COMMANDS = (bench, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

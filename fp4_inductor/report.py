@@ -12,6 +12,7 @@ from torch import fx
 from .device import DeviceInfo
 from .emit import KernelWeight
 from .matching import Match, NearMiss, SourceLocation
+from .reasons import Verdict
 from .select import Selection
 
 logger = logging.getLogger(__name__)
@@ -72,16 +73,7 @@ class SiteReport:
             "layout": selection.plan.layout if selection.plan else None,
             "padding": selection.plan.padding if selection.plan else None,
             "op": selection.plan.op if selection.plan else None,
-            "verdicts": [
-                {
-                    "backend": verdict.backend,
-                    "ok": verdict.ok,
-                    "reasons": [
-                        {"code": r.code.name, "need": r.need, "got": r.got, "hint": r.hint} for r in verdict.reasons
-                    ],
-                }
-                for verdict in selection.verdicts
-            ],
+            "verdicts": [verdict_json(verdict) for verdict in selection.verdicts],
             "weights": [_weight_json(weight) for weight in self.weights],
             "nodes_replaced": self.nodes_replaced,
             "bytes": {"packed": self.bytes_before, "dense": self.bytes_dense, "prepared": self.bytes_prepared},
@@ -257,6 +249,11 @@ def _runs_on(selection: Selection) -> str:
         return "nothing: left as written, every call dequantises all experts"
     padding = f", pads {selection.plan.padding}" if selection.plan.padding else ""
     return f"{selection.chosen} ({selection.plan.op}, layout {selection.plan.layout}{padding})"
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    reasons = [{"code": r.code.name, "need": r.need, "got": r.got, "hint": r.hint} for r in verdict.reasons]
+    return {"backend": verdict.backend, "ok": verdict.ok, "reasons": reasons}
 
 
 def _location_json(where: SourceLocation) -> dict[str, Any]:

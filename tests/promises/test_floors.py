@@ -15,7 +15,7 @@ FLOORS = (
     (4, "way", ("lowering_pass",)),
     (5, "doors", ("dynamo_backend", "post_grad_pass", "_explain", "modules", "quantize", "checkpoint", "bench")),
     (5, "doors", ("experts_interface", "graph_breaks", "input_names")),
-    (5, "doors", ("__main__", "")),
+    (5, "doors", ("doctor", "__main__", "")),
 )
 MODULES = modules()
 
