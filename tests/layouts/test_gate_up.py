@@ -6,21 +6,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_bits import assert_prepares, random_bits, same_bits
 
-from fp4_inductor.layouts.gate_up import from_granules, to_gate_up_halves, to_granules, to_interleaved
+from fp4_inductor.layouts.gate_up import (
+    GATE_UP,
+    GRANULES,
+    INTERLEAVED,
+    UP_GATE,
+    RowOrder,
+    from_granules,
+    join_gate_up,
+    reorder_gate_up,
+    row_order,
+    split_gate_up,
+    to_gate_up_halves,
+    to_granules,
+    to_interleaved,
+)
 from fp4_inductor.spec import GateUpOrder
 
 SHAPES = [(3, 10, 7), (3, 10), (1, 2, 4), (3, 1)]
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    bits = torch.randint(0, 120, (*shape, dtype.itemsize), dtype=torch.uint8)
-    return bits.view(dtype).squeeze(-1)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+ORDERS = [GATE_UP, UP_GATE, *(RowOrder(block, first) for block in (1, 2, 8, 64) for first in (False, True))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -71,3 +78,47 @@ def test_granules_follow_the_formula_and_invert(
         assert same_bits(out[:, row + 8], rows[:, up])
     assert same_bits(from_granules(out, order), rows)
     assert same_bits(to_granules(from_granules(rows, order), order), rows)
+
+
+def place(order: RowOrder, i: int, up: bool, intermediate: int) -> int:
+    """The row of gate, or up, i."""
+    block = order.block or intermediate
+    return i // block * 2 * block + (up != order.up_first) * block + i % block
+
+
+@settings(max_examples=100)
+@given(
+    data=st.data(),
+    source=st.sampled_from(ORDERS),
+    target=st.sampled_from(ORDERS),
+    rest=st.lists(st.integers(1, 3), max_size=2),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_order_from_any_other(
+    data: st.DataObject, source: RowOrder, target: RowOrder, rest: list[int], dtype: torch.dtype
+) -> None:
+    multiple = max(source.block or 1, target.block or 1)
+    intermediate = multiple * data.draw(st.integers(1, 5 if multiple < 64 else 2))
+    rows = random_bits((2, 2 * intermediate, *rest), dtype)
+    out = reorder_gate_up(rows, source, target)
+    of_rows = {place(source, i, up, intermediate): (i, up) for i in range(intermediate) for up in (False, True)}
+    expected = torch.empty_like(rows)
+    for row, (i, up) in of_rows.items():
+        expected[:, place(target, i, up, intermediate)] = rows[:, row]
+    assert same_bits(out, expected)
+    assert same_bits(reorder_gate_up(out, target, source), rows)
+    assert same_bits(join_gate_up(*split_gate_up(rows, source), source), rows)
+
+
+@pytest.mark.parametrize("source", [GATE_UP, INTERLEAVED, RowOrder(64, up_first=True)], ids=str)
+@pytest.mark.parametrize(
+    "target", [UP_GATE, GRANULES, RowOrder(1, up_first=True), RowOrder(64, up_first=True)], ids=str
+)
+@pytest.mark.parametrize("shape", [(2, 256, 3), (2, 256), (3, 1)], ids=str)
+def test_reordering_traces_and_owns_its_memory(shape: tuple[int, ...], target: RowOrder, source: RowOrder) -> None:
+    assert_prepares(lambda rows: reorder_gate_up(rows, source, target), random_bits(shape, torch.uint8))
+
+
+def test_orders_of_specs_have_their_names() -> None:
+    assert [row_order(order) for order in GateUpOrder] == [GATE_UP, UP_GATE, INTERLEAVED]
+    assert RowOrder(8) == GRANULES
