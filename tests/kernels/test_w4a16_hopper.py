@@ -1,0 +1,195 @@
+"""The Gluon kernels of ``triton_w4a16``: what ptxas makes of them, without a device, and their numbers on sm_90."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from moe_cases import CLAMPED_SWIGLU, EXPERTS_CASES, MoECase, make_case, poison_allocator
+from tolerances import assert_close_per_token
+
+from fp4_inductor.backends import get_backend
+from fp4_inductor.device import DeviceInfo
+from fp4_inductor.formats import FORMATS, MXFP4, NVFP4, BlockFormat
+from fp4_inductor.kernels.w4a16_config import GemmConfig, W4A16Config, choose_config, choose_stages
+from fp4_inductor.kernels.w4a16_tuning import write_config, write_table
+from fp4_inductor.plan import KernelPlan, prepare, run_plan
+from fp4_inductor.spec import ActivationSpec, MoESpec, Operand
+
+pytest.importorskip("triton", reason="triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter knows no Gluon", allow_module_level=True)
+pytest.importorskip("fp4_inductor.kernels.w4a16_hopper", reason="this Triton has another Gluon", exc_type=ImportError)
+
+from launches import Compilation, launches, resources
+from triton.backends.nvidia.compiler import get_ptxas
+
+from fp4_inductor.kernels import w4a16
+
+TILES = (8, 16, 32)
+GPT_OSS = MoESpec(8, 2, 320, 96, MXFP4, CLAMPED_SWIGLU, has_w13_bias=True, has_w2_bias=True)
+SPECS = {
+    "gpt_oss": GPT_OSS,
+    "float32_out": replace(GPT_OSS, out_dtype=torch.float32, has_w13_bias=False, has_w2_bias=False),
+    "not_gated": replace(GPT_OSS, activation=ActivationSpec("relu2", gated=False)),
+    "softcap": replace(GPT_OSS, activation=ActivationSpec("gelu_tanh", limit=1.0, bound="softcap")),
+}
+
+
+def is_hopper(compilation: Compilation) -> bool:
+    return "hopper" in compilation.name
+
+
+def listing(compilation: Compilation, directory: Path) -> str:
+    """What ptxas says of a kernel."""
+    source = directory / "kernel.ptx"
+    source.write_text(compilation.build().asm["ptx"])
+    command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(source), "-o", str(directory / "kernel.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt"), [("gpt_oss", MXFP4), ("gpt_oss", NVFP4), *((name, NVFP4) for name in SPECS if name != "gpt_oss")]
+)
+def test_products_run_beside_the_decoding(
+    name: str, fmt: BlockFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ptxas would wait for each product at once, and say so, if it could not prove that registers stay as they are."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    new = launches(replace(SPECS[name], weight_format=fmt), 90, (8, 12, 40, 80))
+    found = [compilation for compilations in new.values() for compilation in filter(is_hopper, compilations)]
+    assert {compilation.constants["BLOCK_M"] for compilation in found} == set(TILES)
+    for compilation in found:
+        said = listing(compilation, tmp_path)
+        assert "serialized" not in said, (compilation.constants, said)
+        assert "0 bytes spill stores" in said, (compilation.constants, said)
+        assert resources(compilation.build(), tmp_path).registers <= 128, "fewer than four programs a multiprocessor"
+
+
+def test_weights_come_by_ldmatrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    down = next(c for c in launches(GPT_OSS, 90, [12])[12] if c.name == "down_hopper_kernel")
+    loop = down.build().asm["ptx"].split("wgmma.wait_group")[0]
+    assert "ldmatrix.sync.aligned.m8n8.x4" in loop
+    assert "st.shared" not in loop
+
+
+def test_which_layers_take_them() -> None:
+    assert choose_config(90, 256, 128).hopper
+    assert not choose_config(90, 256, 128, hopper=False).hopper
+    assert not choose_config(90, 1 << 16, 128).hopper
+    assert not any(choose_config(arch, 256, 128).hopper for arch in (80, 89, 100, 120))
+    float16 = replace(GPT_OSS, act_dtype=torch.float16, out_dtype=torch.float16)
+    assert not any(is_hopper(c) for c in launches(float16, 90, [12])[12])
+
+
+def test_no_step_is_empty_where_another_buffer_helps() -> None:
+    assert [choose_stages(4, steps) for steps in (45, 32, 112, 5, 6, 20)] == [5, 4, 4, 5, 4, 4]
+
+
+@pytest.fixture
+def hopper_only() -> Iterator[None]:
+    """Other kernels would pass these tests too."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a device of sm_90")
+    with mock.patch.object(w4a16, "_kernels", wraps=w4a16._kernels) as kernels:
+        yield
+    assert kernels.call_args_list
+    assert all(call.args[0].hopper for call in kernels.call_args_list)
+
+
+gpu = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_only")]
+
+
+def plan_with(spec: MoESpec, block_m: int, num_stages: int = 4) -> KernelPlan:
+    gemm = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=num_stages)
+    config = W4A16Config(block_m, 8, 1, gemm, gemm, pdl=True, hopper=True)
+    table = write_table([(None, write_config(config))])
+    return get_backend("triton_w4a16").plan(spec, DeviceInfo.current(torch.device("cuda")), table)  # type: ignore[call-arg]
+
+
+def run(case: MoECase, block_m: int, num_stages: int = 4) -> torch.Tensor:
+    plan = plan_with(case.spec, block_m, num_stages)
+    ready = prepare(plan, case.operands)
+    poison_allocator(num_bytes=1 << 20)
+    return run_plan(plan, case.operands, ready)
+
+
+def check(case: MoECase, block_m: int, num_stages: int = 4) -> None:
+    assert_close_per_token(run(case, block_m, num_stages), case.reference(), case.spec.act_dtype)
+
+
+class TestOnHopper:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+    @pytest.mark.parametrize("name", sorted(EXPERTS_CASES.keys() - {"float16"}))
+    def test_every_knob(self, name: str, fmt: BlockFormat) -> None:
+        check(make_case(fmt, device="cuda", **{**EXPERTS_CASES[name], "num_tokens": 11}), 8)
+
+    @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+    @pytest.mark.parametrize("block_m", TILES)
+    @pytest.mark.parametrize("num_tokens", [1, 2, 7, 33, 64, 300])
+    def test_every_token_count(self, num_tokens: int, block_m: int, fmt: BlockFormat) -> None:
+        sizes: dict[str, Any] = {"num_experts": 5, "top_k": 3, "hidden_size": 160, "intermediate_size": 224}
+        check(make_case(fmt, num_tokens=num_tokens, outside_ids=True, bias=True, device="cuda", **sizes), block_m)
+
+    @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+    @pytest.mark.parametrize("columns", [32, 64, 320, 576, 1088])
+    @pytest.mark.parametrize("num_stages", [3, 4, 6])
+    def test_rows_of_every_length(self, num_stages: int, columns: int, fmt: BlockFormat) -> None:
+        """Fewer steps than buffers, as many, and more; a program alone, and programs that share a block."""
+        for experts, num_tokens in ((3, 5), (64, 64)):
+            sizes = {"num_experts": experts, "hidden_size": columns, "intermediate_size": columns, "top_k": 3}
+            check(make_case(fmt, num_tokens=num_tokens, device="cuda", **sizes), 8, num_stages)
+
+    @pytest.mark.parametrize("num_tokens", [9, 100])
+    @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+    def test_runs_repeat_bit_for_bit(self, fmt: BlockFormat, num_tokens: int) -> None:
+        case = make_case(fmt, num_tokens=num_tokens, hidden_size=1088, intermediate_size=576, bias=True, device="cuda")
+        for block_m in TILES:
+            first = run(case, block_m)
+            assert all(torch.equal(first, run(case, block_m)) for _ in range(20))
+
+    def test_hidden_states_may_lie_anywhere(self) -> None:
+        case = make_case(MXFP4, device="cuda")
+        first = run(case, 8)
+        hidden = case.operands[Operand.HIDDEN]
+        moved = hidden.new_empty(hidden.numel() + 1)[1:].view_as(hidden).copy_(hidden)
+        assert moved.data_ptr() % 16
+        assert torch.equal(first, run(MoECase(case.spec, {**case.operands, Operand.HIDDEN: moved}), 8))
+
+    @pytest.mark.parametrize("num_tokens", [6, 60])
+    def test_a_cuda_graph_follows_new_routes(self, num_tokens: int) -> None:
+        case, other = (
+            make_case(NVFP4, num_tokens=num_tokens, outside_ids=True, hidden_size=576, seed=seed, device="cuda")
+            for seed in (0, 1)
+        )
+        plan = plan_with(case.spec, 8)
+        ready = prepare(plan, case.operands)
+        run_plan(plan, case.operands, ready)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run_plan(plan, case.operands, ready)
+        for operand in (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS):
+            case.operands[operand].copy_(other.operands[operand])
+        for _ in range(20):
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, run_plan(plan, case.operands, ready))
+        assert_close_per_token(out, case.reference(), torch.bfloat16)
+
+    @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+    def test_real_sizes(self, fmt: BlockFormat) -> None:
+        sizes: dict[str, Any] = {"num_experts": 8, "top_k": 4, "hidden_size": 2880, "intermediate_size": 2880}
+        case = make_case(fmt, num_tokens=13, activation=CLAMPED_SWIGLU, bias=True, device="cuda", **sizes)
+        for block_m in TILES:
+            check(case, block_m)
