@@ -41,11 +41,9 @@ def row_order(order: GateUpOrder) -> RowOrder:
 
 def split_gate_up(rows: torch.Tensor, order: RowOrder) -> tuple[torch.Tensor, torch.Tensor]:
     """The gate rows and the up rows, [E, I, ...] each, of rows [E, 2I, ...] in ``order``; they may be views."""
-    if order.block is None:
-        first, second = rows.chunk(2, dim=1)
-    else:
-        blocks: torch.Tensor = rows.unflatten(1, (-1, 2, order.block))
-        first, second = (half.flatten(1, 2) for half in blocks.unbind(2))
+    block = order.block or rows.shape[1] // 2
+    blocks: torch.Tensor = rows.unflatten(1, (-1, 2, block))
+    first, second = blocks[:, :, 0].flatten(1, 2), blocks[:, :, 1].flatten(1, 2)
     return (second, first) if order.up_first else (first, second)
 
 
