@@ -16,7 +16,7 @@ endif
 # pytest-xdist is a convenience that a bare machine may lack.
 PARALLEL = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf '%s' "-n $(WORKERS) --dist worksteal")
 
-.PHONY: install demo test models lint types build clean registered
+.PHONY: install demo test models decisions lint types build clean registered
 
 install: $(READY)
 
@@ -42,6 +42,10 @@ test: $(READY)
 # What is recognised of every model family, as MODELS.md tells it. ARGS may name some families.
 models: $(READY)
 	PYTHONPATH=tests $(RUN) tests/families/family_table.py --write --workers $(WORKERS) $(ARGS)
+
+# Which backend runs the blocks of well-known models on each device, as DECISIONS.md tells it.
+decisions: $(READY)
+	PYTHONPATH=tests $(RUN) tests/decisions/decision_table.py --write
 
 lint: $(READY)
 	$(RUN) -m ruff check .
