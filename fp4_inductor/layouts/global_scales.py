@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from ..spec import ActivationSpec
 from .exactness import require_exact
 from .gate_up import RowOrder, split_gate_up
 
@@ -52,15 +53,25 @@ def common_globals(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def up_ratio(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """float32 [E] ``up / gate``: how much too small the product is where the kernel takes up's factor for gate's.
+    """float32 [E] ``up / gate``: how much too small the product is where the kernel takes gate's factor for up's.
 
-    Only exact for activations that are linear in up: no limit, and ``beta`` and up's bias divided by it.
+    Only exact where ``linear_in_up`` holds.
 
     Raises:
         InexactWeightsError: gate's is zero where up's is not, or the ratio leaves float32.
     """
     ratio = torch.where(gate == up, 1.0, up / gate)
     return require_exact(ratio, ratio.isfinite() & (ratio > 0), "global scales of gate and up with a positive ratio")
+
+
+def linear_in_up(activation: ActivationSpec, has_bias: bool, *, beta_by_expert: bool = False) -> bool:
+    """Whether a factor of up passes through the activation, so that ``up_ratio`` may undo it behind.
+
+    A bound on up does not scale with it. Neither does its bias, which kernels add to dequantised values in few bits,
+    nor ``beta``, unless the kernel takes one an expert, which can be divided by the ratio.
+    """
+    unbounded = activation.limit is None and activation.up_limit is None
+    return unbounded and not has_bias and (beta_by_expert or activation.beta == 0.0)
 
 
 def fold_into_scales(scale: torch.Tensor, factor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -78,7 +89,7 @@ def fold_into_scales(scale: torch.Tensor, factor: torch.Tensor, target: torch.Te
         InexactWeightsError: a product is not an e4m3.
     """
     goal = target.to(torch.float64)[:, None, None]
-    # Five bits by 24 are exact in float64, so equality there is equality.
+    # Four bits by 24 are exact in float64, so equality there is equality.
     meant = scale.to(torch.float64) * factor.to(torch.float64).unsqueeze(-1)
     folded = (meant / goal).to(torch.float32).to(scale.dtype)
     same = folded.to(torch.float64) * goal == meant

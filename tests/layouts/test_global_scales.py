@@ -16,8 +16,10 @@ from fp4_inductor.layouts.global_scales import (
     expert_globals,
     fold_into_scales,
     gate_up_globals,
+    linear_in_up,
     up_ratio,
 )
+from fp4_inductor.spec import RUNTIME, ActivationSpec
 
 ORDERS = [GATE_UP, UP_GATE, INTERLEAVED, RowOrder(2, up_first=True)]
 
@@ -82,6 +84,17 @@ def test_ratio() -> None:
     for wrong_gate, wrong_up in ((0.0, 1.0), (1.0, 0.0), (1e-30, 1e30), (1.0, -1.0), (1.0, float("nan"))):
         with pytest.raises(InexactWeightsError, match="positive ratio"):
             up_ratio(torch.tensor([1.0, wrong_gate]), torch.tensor([1.0, wrong_up]))
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+@pytest.mark.parametrize("beta", [0.0, 1.0, RUNTIME], ids=str)
+def test_a_ratio_passes_through_what_is_linear(kind, beta) -> None:  # type: ignore[no-untyped-def]
+    activation = ActivationSpec(kind, beta=beta)
+    assert linear_in_up(activation, False) == (beta == 0.0)
+    assert linear_in_up(activation, False, beta_by_expert=True)
+    assert not linear_in_up(activation, True, beta_by_expert=True)
+    for bound in ({"limit": 7.0}, {"up_limit": 7.0}, {"limit": RUNTIME}, {"limit": 7.0, "bound": "softcap"}):
+        assert not linear_in_up(ActivationSpec(kind, beta=beta, **bound), False, beta_by_expert=True)
 
 
 @settings(max_examples=60)
