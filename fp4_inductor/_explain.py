@@ -30,13 +30,14 @@ def explain(
     Args:
         model: module or function, uncompiled.
         device: "sm_90", "sm_100", "cpu" ..., a ``DeviceInfo``, or a ``torch.device`` of this machine; by default
-            the device of the activations.
+            the device of the activations. A device by name is taken to have the kernel libraries of this environment;
+            ``dataclasses.replace(DeviceInfo.parse("sm_100"), libraries=(("triton", "3.6.0"),))`` has others.
         options: as for ``torch.compile``, only ``fp4moe.*`` keys; or an ``Options``.
         dynamic: as for ``torch.compile``.
 
     Returns:
-        Blocks found with their chosen backend and every refusal, near misses, bytes. ``print`` it, or
-        take ``to_json()``.
+        Blocks found, each with what every backend answered, the weights as the chosen one reads them, and bytes; and
+        near misses. ``print`` it, or take ``to_json()``.
 
     Raises:
         UnknownNameError: unknown device, option or backend.

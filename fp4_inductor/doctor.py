@@ -228,7 +228,7 @@ def _version(name: str) -> str | None:
 
 def _tools(needs_gpu: bool) -> Iterator[Item]:
     """The compilers that Inductor and Triton call: as they look for them, since importing them to ask takes long."""
-    cxx = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
+    cxx = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     found = _first_line(cxx)
     cure = "" if found else f"install a C++ compiler: {cxx} does not run, and without one Inductor compiles no CPU code"
     yield Item("C++ compiler", found, "Inductor on a CPU", cure)

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,9 +16,12 @@ from source_tree import ROOT
 from fp4_inductor import DeviceInfo, doctor
 from fp4_inductor.__main__ import main
 from fp4_inductor.backends import BACKENDS
+from fp4_inductor.backends.triton_w4a16 import TritonW4A16Backend
 from fp4_inductor.bench.shapes import SHAPES
 from fp4_inductor.doctor import diagnose
 from fp4_inductor.formats import MXFP4, NVFP4
+from fp4_inductor.reasons import Reason, ReasonCode, Verdict
+from fp4_inductor.spec import MoESpec
 
 DEVICES = ("cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 BLOCKS = {"mxfp4": SHAPES["gpt-oss-20b"].spec(MXFP4), "nvfp4": SHAPES["qwen3-30b-a3b"].spec(NVFP4)}
@@ -89,6 +92,41 @@ def test_nothing_runs_without_a_library_and_the_cure_is_told(
     assert "  pip install triton" in text.partition("To do\n")[2].splitlines()
     assert "which is not here" in text
     assert text.count("LIBRARY: needs triton") == 1  # against both formats, told once
+
+
+@dataclass(frozen=True)
+class Absent(TritonW4A16Backend):
+    """A backend that would be preferred, for these reasons not."""
+
+    codes: tuple[ReasonCode, ...]
+    name = "absent"
+
+    def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
+        return Verdict(self.name, tuple(Reason(code, "it", "none", f"cure {code.value}") for code in self.codes))
+
+    def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
+        return 1000
+
+
+@pytest.mark.parametrize(
+    ("codes", "cures"),
+    [
+        ((ReasonCode.LIBRARY,), ["cure library"]),
+        ((ReasonCode.LIBRARY, ReasonCode.CAPABILITY), []),
+        ((ReasonCode.SHAPE,), []),
+    ],
+)
+def test_a_library_is_worth_installing_beside_a_backend_that_runs(
+    codes: tuple[ReasonCode, ...], cures: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp4_inductor.select.BACKENDS", (Absent(codes), *BACKENDS))
+    diagnosis = diagnose("cpu")
+    assert diagnosis.ok
+    assert diagnosis.targets[0].cures == cures * 2  # for a block of each format
+    assert diagnosis.cures.count("cure library") == len(cures)
+    told = [line for line in str(diagnosis).splitlines() if line.startswith("  absent ")]
+    assert told[0].split()[:2] == ["absent", "no:"]
+    assert told[0].count(codes[-1].name) == 2
 
 
 def test_what_no_library_would_cure_is_not_told_to_install(no_libraries: None) -> None:
