@@ -122,8 +122,9 @@ def _device(text: str) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise InvalidOptionError("reading --device", needed="a CUDA device", got="none", now="try --device cpu")
-        torch.cuda.set_device(device)
-        return torch.device("cuda", torch.cuda.current_device())
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
     if device.type != "cpu":
         raise InvalidOptionError("reading --device", needed="cuda or cpu", got=text)
     return device

@@ -132,28 +132,36 @@ def _scales_of_tiles(scales, E4M3: gl.constexpr):
 
 
 @gluon.jit
-def _copy_weights(word_buffers, scale_buffers, i: gl.constexpr, words, scales, live):
+def _copy_weights(buffers, i: gl.constexpr, weights, live):
     """Begin to copy the words and scales of one step; zeros unless ``live``."""
-    words0, words1 = words
-    buffers0, buffers1 = word_buffers
+    words0, words1, scales = weights
+    buffers0, buffers1, scale_buffers = buffers
     _copy(buffers0[i], words0, mask=live)
     _copy(buffers1[i], words1, mask=live)
     _copy(scale_buffers[i], scales, mask=live)
 
 
 @gluon.jit
-def _weight_pointers(words, scales, row_tile, row_tiles, groups, E4M3: gl.constexpr):
-    """Words of two row tiles [64, 16] and their scale words [2, 32 or 64]; past the last row tile it repeats."""
+def _ahead(weights, steps: gl.constexpr, E4M3: gl.constexpr):
+    """Pointers to words and scales of a later step."""
+    SIZE: gl.constexpr = ROWS if E4M3 else ROWS // 2
+    words0, words1, scales = weights
+    return words0 + steps * _WORDS, words1 + steps * _WORDS, scales + steps * SIZE
+
+
+@gluon.jit
+def _weight_pointers(words, scales, row_tile, row_tiles, groups, group, E4M3: gl.constexpr):
+    """Words [64, 16] of two row tiles and their scale words [2, 32 or 64] in ``group``; the last row tile repeats."""
     SIZE: gl.constexpr = ROWS if E4M3 else ROWS // 2
     row = gl.arange(0, ROWS, gl.SliceLayout(1, _WORD_COPY))
     word = gl.arange(0, PLANE, gl.SliceLayout(0, _WORD_COPY))
-    offset = row[:, None] * PLANE + word[None, :]
+    offset = group * _WORDS + row[:, None] * PLANE + word[None, :]
     next_tile = gl.minimum(row_tile + 1, row_tiles - 1)
     words0 = words + row_tile * groups * _WORDS + offset
     words1 = words + next_tile * groups * _WORDS + offset
     tile = gl.minimum(row_tile + gl.arange(0, _TILES, gl.SliceLayout(1, _SCALE_COPY)), row_tiles - 1)
     word = gl.arange(0, SIZE, gl.SliceLayout(0, _SCALE_COPY))
-    return (words0, words1), scales + (tile * groups * SIZE)[:, None] + word[None, :]
+    return words0, words1, scales + (tile * groups * SIZE)[:, None] + (group * SIZE + word)[None, :]
 
 
 @gluon.jit
@@ -169,7 +177,38 @@ def _buffers(STAGES: gl.constexpr, BLOCK_M: gl.constexpr, E4M3: gl.constexpr):
         words1 += (gl.allocate_shared_memory(gl.int16, [ROWS, PLANE], _WORD_SHARED),)
         scales += (gl.allocate_shared_memory(gl.int32, [_TILES, SIZE], _SCALE_SHARED),)
         tokens += (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, GROUP], _TOKEN_SHARED),)
-    return (words0, words1), scales, tokens
+    return (words0, words1, scales), tokens
+
+
+@gluon.jit
+def _token_pointers(tokens, order, rows, top_k, K, column, BLOCK_M: gl.constexpr):
+    """Pointers [BLOCK_M, columns] from ``column`` [columns] of the tokens of sorted rows; the last row repeats.
+
+    A sorted row's token is that of ``order``'s pair where there are slots, otherwise the row itself.
+    """
+    first, end = rows
+    row = gl.minimum(first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, _TOKEN_COPY)), end - 1)
+    if top_k is not None:
+        row = gl.load(order + row) // top_k
+    return tokens + row.to(gl.int64)[:, None] * K + column[None, :]
+
+
+@gluon.jit
+def _multiply(acc0, acc1, words0, words1, scales, tokens, E4M3: gl.constexpr, MMA: gl.constexpr):
+    """Both accumulators plus one step's products; ``acc1`` goes in and comes out with its product under way.
+
+    Registers that a product reads must not be written before it is waited for: each is waited for once the next
+    has begun, and their registers take turns.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    upper0, lower0, upper1, lower1 = _scales_of_tiles(scales.load(_E4M3_LANES if E4M3 else _E8M0_LANES), E4M3)
+    x = tokens.permute((1, 0))
+    w = _decoded(words0.load(_WORD_LANES), upper0, lower0, OPERAND, E4M3)
+    acc0 = warpgroup_mma(w, x, acc0, is_async=True)
+    acc1 = warpgroup_mma_wait(1, deps=[acc1])
+    w = _decoded(words1.load(_WORD_LANES), upper1, lower1, OPERAND, E4M3)
+    acc1 = warpgroup_mma(w, x, acc1, is_async=True)
+    return warpgroup_mma_wait(1, deps=[acc0]), acc1
 
 
 @gluon.jit
@@ -189,15 +228,11 @@ def _product(
 ):
     """Two row tiles of weights [64, K] times tokens [K, BLOCK_M], in float32.
 
-    ``rows``: the first sorted row and the expert's last + 1. A sorted row's tokens are those of ``order``'s pair
-    where ``sizes`` has slots, otherwise the row itself. WAIT: tokens come from the kernel before.
+    ``rows``: the first sorted row and the expert's last + 1. WAIT: tokens come from the kernel before.
     """
-    first, end = rows
     words, scales, _, _ = weights
     row_block, split = place
     top_k, K, row_tiles = sizes
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    SIZE: gl.constexpr = ROWS if E4M3 else ROWS // 2
     # Two groups of copies a step: tokens, two steps fewer ahead than there are buffers, as their last reader may
     # still be under way, then weights, one fewer.
     AHEAD: gl.constexpr = STAGES - 2
@@ -207,22 +242,14 @@ def _product(
     start = split * span
     steps = gl.minimum(groups - start, span)
 
-    word_buffers, scale_buffers, token_buffers = _buffers(STAGES, BLOCK_M, E4M3)
-    buffers0, buffers1 = word_buffers
-    words, scales = _weight_pointers(words, scales, row_block * _TILES, row_tiles, groups, E4M3)
-    words0, words1 = words
-    words0 += start * _WORDS
-    words1 += start * _WORDS
-    scales += start * SIZE
+    buffers, token_buffers = _buffers(STAGES, BLOCK_M, E4M3)
+    buffers0, buffers1, scale_buffers = buffers
+    weights = _weight_pointers(words, scales, row_block * _TILES, row_tiles, groups, start, E4M3)
     for i in gl.static_range(STAGES - 1):
-        at = (words0 + i * _WORDS, words1 + i * _WORDS)
-        _copy_weights(word_buffers, scale_buffers, i, at, scales + i * SIZE, i < steps)
+        _copy_weights(buffers, i, _ahead(weights, i, E4M3), i < steps)
 
-    row = gl.minimum(first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, _TOKEN_COPY)), end - 1)  # the last repeats
-    if top_k is not None:
-        row = gl.load(order + row) // top_k
     column = gl.arange(0, GROUP, gl.SliceLayout(0, _TOKEN_COPY))
-    tokens = tokens + row.to(gl.int64)[:, None] * K + (start * GROUP + column)[None, :]
+    tokens = _token_pointers(tokens, order, rows, top_k, K, start * GROUP + column, BLOCK_M)
     columns = gl.minimum(K - start * GROUP, steps * GROUP)  # from ``tokens`` on; zeros past them
     if WAIT:
         gdc_wait()
@@ -240,9 +267,7 @@ def _product(
     left = steps - (STAGES - 1)
     columns -= AHEAD * GROUP
     tokens += AHEAD * GROUP
-    words0 += (STAGES - 1) * _WORDS
-    words1 += (STAGES - 1) * _WORDS
-    scales += (STAGES - 1) * SIZE
+    weights = _ahead(weights, STAGES - 1, E4M3)
     for _ in range(turns):
         for i in gl.static_range(STAGES):  # steps past the last multiply zeros
             async_copy.wait_group(YOUNGER)
@@ -252,24 +277,10 @@ def _product(
             next_tokens = token_buffers[(i + AHEAD) % STAGES]
             _copy(next_tokens, tokens + i * GROUP, mask=live)
             async_copy.commit_group()
-            at = (words0 + i * _WORDS, words1 + i * _WORDS)
-            _copy_weights(word_buffers, scale_buffers, (i + STAGES - 1) % STAGES, at, scales + i * SIZE, i < left)
+            _copy_weights(buffers, (i + STAGES - 1) % STAGES, _ahead(weights, i, E4M3), i < left)
             async_copy.commit_group()
-            upper0, lower0, upper1, lower1 = _scales_of_tiles(
-                scale_buffers[i].load(_E4M3_LANES if E4M3 else _E8M0_LANES), E4M3
-            )
-            x = token_buffers[i].permute((1, 0))
-            # Registers that a product reads must not be written before it is waited for: each is waited for once
-            # the next has begun, and their registers take turns.
-            w = _decoded(buffers0[i].load(_WORD_LANES), upper0, lower0, OPERAND, E4M3)
-            acc0 = warpgroup_mma(w, x, acc0, is_async=True)
-            acc1 = warpgroup_mma_wait(1, deps=[acc1])
-            w = _decoded(buffers1[i].load(_WORD_LANES), upper1, lower1, OPERAND, E4M3)
-            acc1 = warpgroup_mma(w, x, acc1, is_async=True)
-            acc0 = warpgroup_mma_wait(1, deps=[acc0])
-        words0 += STAGES * _WORDS
-        words1 += STAGES * _WORDS
-        scales += STAGES * SIZE
+            acc0, acc1 = _multiply(acc0, acc1, buffers0[i], buffers1[i], scale_buffers[i], token_buffers[i], E4M3, MMA)
+        weights = _ahead(weights, STAGES, E4M3)
         tokens += STAGES * GROUP
         columns -= STAGES * GROUP
         left -= STAGES
