@@ -23,6 +23,7 @@ from .autotune import CandidateFailedError, Choices, Key, tune
 from .backends import get_backend
 from .device import DeviceInfo
 from .plan import KernelPlan, prepare, run_plan
+from .random_layer import inputs, random_weights, route
 from .select import Selection
 from .spec import ACTIVATION_KNOBS, RUNTIME, GivenRouting, MoESpec, Operand, TokenRange
 from .timing import cuda_graph_us
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 _COUNTS = tuple(4**power for power in range(8))
 """Token counts that are timed where a graph takes any: each stands for those from half to twice as many."""
-_ROTATED = 8
-"""Inputs with other experts that take turns, so that weights come from memory."""
 _REPLAYS = 10
 
 
@@ -158,7 +157,7 @@ def _device_timer(backend: TunableBackend, spec: MoESpec, device: DeviceInfo) ->
         plan = backend.plan(spec, device, backend.table([(None, config)]))
         if not prepared:
             logger.info("%s: takes about a minute, once", what)
-            weights.update(_random_weights(spec))
+            weights.update(_weights(spec))
             prepared.update(prepare(plan, weights))
             for operand in set(weights) - {arg for arg in plan.args if isinstance(arg, Operand)}:
                 del weights[operand]
@@ -189,39 +188,22 @@ def _call(
     return lambda: run_plan(plan, operands, prepared)
 
 
-def _random_weights(spec: MoESpec) -> dict[Operand, torch.Tensor]:
-    """Canonical weights on the current device, of a usual size: an idle matrix unit would draw less power."""
-    fmt, found = spec.weight_format, {}
-    low, high = (117, 122) if fmt.scale_encoding == "e8m0" else (0x28, 0x48)
-    for name, rows, columns in (
-        ("w13", spec.w13_rows, spec.hidden_size),
-        ("w2", spec.hidden_size, spec.intermediate_size),
-    ):
-        shape = (spec.num_experts, rows)
-        found[Operand(name)] = _bytes(0, 256, *shape, columns // 2)
-        scale = _bytes(low, high, *shape, columns // fmt.block_size)
-        found[Operand(f"{name}_scale")] = scale.view(fmt.scale_dtype)
-        found[Operand(f"{name}_global")] = torch.full(shape, 0.5 / math.sqrt(columns), device="cuda")
-        found[Operand(f"{name}_bias")] = torch.zeros(shape, dtype=spec.act_dtype, device="cuda")
+def _weights(spec: MoESpec) -> dict[Operand, torch.Tensor]:
+    """Canonical weights on the current device, and a value for each knob that is given at run time."""
+    rng = torch.Generator("cuda").manual_seed(0)  # the user's own numbers stay what they are
+    found = random_weights(spec, torch.device("cuda"), rng)
     for field, operand in ACTIVATION_KNOBS.items():
         if getattr(spec.activation, field) is RUNTIME:
             found[operand] = torch.tensor(1.0, dtype=torch.float64)
     return found
 
 
-def _bytes(low: int, high: int, *shape: int) -> torch.Tensor:
-    rng = torch.Generator("cuda").manual_seed(0)  # the user's own numbers stay what they are
-    return torch.randint(low, high, shape, generator=rng, dtype=torch.uint8, device="cuda")
-
-
 def _inputs(spec: MoESpec, num_tokens: int) -> Iterator[dict[Operand, torch.Tensor]]:
-    """What differs from call to call, every expert equally likely."""
-    rng = torch.Generator("cuda").manual_seed(num_tokens)
-    for _ in range(_ROTATED if num_tokens <= 1024 else 1):
-        hidden = torch.randn(num_tokens, spec.hidden_size, generator=rng, device="cuda").mul_(0.1)
-        values, ids = torch.rand(num_tokens, spec.num_experts, generator=rng, device="cuda").topk(spec.top_k)
+    """What differs from call to call."""
+    for hidden, logits in inputs(spec, num_tokens, torch.device("cuda")):
+        ids, weights = route(logits, spec.top_k)
         yield {
-            Operand.HIDDEN: hidden.to(spec.act_dtype),
+            Operand.HIDDEN: hidden,
             Operand.TOPK_IDS: ids,
-            Operand.TOPK_WEIGHTS: values.softmax(-1).to(spec.weights_dtype),
+            Operand.TOPK_WEIGHTS: weights.to(spec.weights_dtype),
         }

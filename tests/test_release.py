@@ -8,16 +8,14 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import interpreted, run_in_interpreter, starts_the_interpreter
 from models import MoEStack, hidden_states, pack_experts, tiny_model
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -270,20 +268,14 @@ def test_what_cannot_move_stays(pages: Callable[[], int], monkeypatch: pytest.Mo
     assert tensor.data_ptr() == address
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@starts_the_interpreter
 def test_in_the_interpreter() -> None:
     """The GPU's plan, whose recipes share sources, runs on the CPU where Triton interprets kernels."""
     pytest.importorskip("triton", reason="triton is not installed")
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "every_weight", __file__]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-6000:]
+    run_in_interpreter(__file__, "-k", "every_weight")
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
+@interpreted
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
 def test_every_weight_of_a_gpu_plan_leaves_once(fmt: str, pages: Callable[[], int]) -> None:
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any], **_: Any) -> Callable[..., Any]:

@@ -50,9 +50,11 @@ _MAX_ROUTED = 1024
 
 
 def _moe(call: ExpertsCall) -> torch.Tensor:
-    from ..kernels.w4a16 import run_experts
+    from ..kernels.w4a16 import choose, run_experts
 
-    return run_experts(call.hidden, call.topk_ids, call.topk_weights, _experts(call), call.out_dtype, call.table)
+    layer = _experts(call)
+    config = choose(call.hidden, call.topk_ids.shape[1], layer, call.table)
+    return run_experts(call.hidden, call.topk_ids, call.topk_weights, layer, call.out_dtype, config)
 
 
 def _moe_routed(call: RouterCall, experts: Callable[[torch.Tensor, torch.Tensor], ExpertsCall]) -> torch.Tensor:
@@ -65,7 +67,7 @@ def _moe_routed(call: RouterCall, experts: Callable[[torch.Tensor, torch.Tensor]
     layer = _experts(given)
     config = choose(given.hidden, call.top_k, layer, given.table)
     routes = route_from_logits(call.logits, router, ids, weights, config)
-    return run_experts(given.hidden, ids, weights, layer, given.out_dtype, given.table, routes)
+    return run_experts(given.hidden, ids, weights, layer, given.out_dtype, config, routes)
 
 
 def _experts(call: ExpertsCall) -> Experts:

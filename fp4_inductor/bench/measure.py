@@ -18,11 +18,12 @@ from ..device import DeviceInfo
 from ..errors import NoBackendError
 from ..formats import BlockFormat, get_format
 from ..options import Options
+from ..random_layer import ROTATED_UP_TO, inputs, random_weights
 from ..select import select
 from ..spec import MoESpec
 from ..timing import cuda_graph_us, wall_clock_us
 from .floor import Rates, floor_us
-from .layers import ROTATED_UP_TO, Layer, inputs, planned_layer, random_weights
+from .layers import Layer, planned_layer
 from .machine import Nvml
 from .peers import Peer
 from .results import Column, Results, Row, Timing

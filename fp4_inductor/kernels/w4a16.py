@@ -38,8 +38,10 @@ _ALIGNMENT = 16
 """Bytes that an asynchronous copy takes at once."""
 _INTERPRETED_ARCH = 80
 _INTERPRETED_SMS = 16
+_SHARED_PAIRS = 256
+"""Pairs up to which programs may share an output block."""
 _MAX_ARRIVALS = 1024
-"""Output blocks up to which programs may share one."""
+"""Output blocks up to which they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,11 @@ class Routes:
     arrivals: torch.Tensor  # int32 zeros, for programs that share an output block
 
     @property
+    def bins(self) -> int:
+        """A power of two, more than the experts and one for pairs without any."""
+        return self.expert_end.numel()
+
+    @property
     def tiles(self) -> tuple[torch.Tensor, ...]:
         return self.order, self.num_tiles, self.tile_expert, self.tile_row, self.expert_end
 
@@ -91,15 +98,15 @@ def run_experts(
     topk_weights: torch.Tensor,
     experts: Experts,
     out_dtype: torch.dtype,
-    table: str = "",
+    config: DecodeConfig | W4A16Config,
     routes: Routes | None = None,
 ) -> torch.Tensor:
     """The block.
 
     Args:
         hidden: [T, H] bfloat16 or float16; topk_ids: [T, k] int; topk_weights: [T, k] float.
-        table: configurations by token count, see ``w4a16_tuning``; "" is the device family's.
-        routes: the pairs sorted by their ids, for what ``choose`` gives, where that is done.
+        config: what ``choose`` gives.
+        routes: the pairs sorted by their ids, where that is done.
 
     Returns:
         [T, H] in ``out_dtype``.
@@ -110,7 +117,6 @@ def run_experts(
     if num_tokens == 0:
         return out
     top_k, num_experts = topk_ids.shape[1], experts.num_experts
-    config = choose(hidden, top_k, experts, table)
     if isinstance(config, DecodeConfig):
         with torch.cuda.device_of(hidden):
             _decode(hidden, topk_ids, topk_weights.contiguous(), experts, config, out)
@@ -125,7 +131,10 @@ def run_experts(
 
 
 def choose(hidden: torch.Tensor, top_k: int, experts: Experts, table: str = "") -> DecodeConfig | W4A16Config:
-    """Which kernels run ``hidden`` [T, H], and how."""
+    """Which kernels run ``hidden`` [T, H], and how.
+
+    ``table``: configurations by token count, see ``w4a16_tuning``; "" is the device family's.
+    """
     arch, (num_tokens, hidden_size) = _arch(hidden.device), hidden.shape
     gate_up, down = experts.w13.words, experts.w2.words
     sizes = ((gate_up.shape[1] * ROWS, hidden_size), (hidden_size, down.shape[2] * GROUP))
@@ -176,36 +185,25 @@ def _gate_up_decode(
     hidden: torch.Tensor, topk_ids: torch.Tensor, experts: Experts, config: DecodeConfig
 ) -> torch.Tensor:
     """h [P, I] in the activation dtype, by pair; I is padded to 64 where there is no gate."""
-    w13, activation, gemm = experts.w13, experts.activation, config.gate_up
+    w13, gemm = experts.w13, config.gate_up
     (num_tokens, hidden_size), (num_pairs, top_k) = hidden.shape, (topk_ids.numel(), topk_ids.shape[1])
-    rows = w13.rows.shape[1]
-    intermediate_size = rows // 2 if activation.gated else rows
-    h = hidden.new_empty(num_pairs, intermediate_size)
-    limit = 0.0 if activation.limit is None else activation.limit
-    gate_up_decode_kernel[(num_pairs * (rows // gemm.block_n),)](
+    h = _empty_h(hidden, experts, num_pairs)
+    gate_up_decode_kernel[(num_pairs * (w13.rows.shape[1] // gemm.block_n),)](
         hidden,
-        w13.words,
-        w13.scales,
-        w13.rows,
-        w13.rows if w13.bias is None else w13.bias,
+        *_weight_args(w13),
         topk_ids,
         h,
         num_tokens,
         experts.num_experts,
         top_k,
         hidden_size,
-        intermediate_size,
-        activation.alpha,
-        activation.beta,
-        limit,
-        limit if activation.up_limit is None else activation.up_limit,
+        h.shape[1],
+        *_knobs(experts.activation),
         TOKENS=triton.next_power_of_2(num_tokens),
         SLOTS=triton.next_power_of_2(top_k),
         PARTS=gemm.split,
         HAS_BIAS=w13.bias is not None,
-        GATED=activation.gated,
-        BOUND=activation.bound if activation.limit is not None else "none",
-        KIND=activation.kind,
+        **_activation_constants(experts.activation),
         num_warps=gemm.split,
         **_decode_constants(experts.e4m3, hidden_size, gemm, config.pdl),
     )
@@ -225,10 +223,7 @@ def _down_decode(
     num_tokens, top_k = topk_ids.shape
     down_decode_kernel[(topk_ids.numel() * triton.cdiv(hidden_size, gemm.block_n),)](
         h,
-        w2.words,
-        w2.scales,
-        w2.rows,
-        w2.rows if w2.bias is None else w2.bias.contiguous(),
+        *_weight_args(w2),
         topk_ids,
         topk_weights,
         y,
@@ -254,8 +249,32 @@ def _decode_constants(e4m3: bool, columns: int, gemm: DecodeGemm, pdl: bool) -> 
         "E4M3": e4m3,
         "INTERPRETED": INTERPRETED,
         "num_stages": gemm.num_stages,
-        **_pdl(pdl),
+        **pdl_options(pdl),
     }
+
+
+def _empty_h(like: torch.Tensor, experts: Experts, num_pairs: int) -> torch.Tensor:
+    """h [P, I], uninitialised, in the activation dtype; I is padded to 64 where there is no gate."""
+    rows = experts.w13.rows.shape[1]
+    return like.new_empty(num_pairs, rows // 2 if experts.activation.gated else rows)
+
+
+def _weight_args(weights: Weights) -> tuple[torch.Tensor, ...]:
+    """A weight as every kernel takes it; any tensor stands for a bias that there is not."""
+    bias = weights.rows if weights.bias is None else weights.bias.contiguous()
+    return weights.words, weights.scales, weights.rows, bias
+
+
+def _knobs(activation: ActivationSpec) -> tuple[Any, ...]:
+    """alpha, beta, limit and up_limit."""
+    limit = 0.0 if activation.limit is None else activation.limit
+    up_limit = limit if activation.up_limit is None else activation.up_limit
+    return activation.alpha, activation.beta, limit, up_limit
+
+
+def _activation_constants(activation: ActivationSpec) -> dict[str, bool | str]:
+    bound = activation.bound if activation.limit is not None else "none"
+    return {"GATED": activation.gated, "BOUND": bound, "KIND": activation.kind}
 
 
 def _pair_outputs(like: torch.Tensor, hidden_size: int, out_dtype: torch.dtype) -> torch.Tensor:
@@ -278,25 +297,17 @@ def _combine(y: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, num_exp
         BLOCK=block,
         INTERPRETED=INTERPRETED,
         num_warps=4,
-        **_pdl(pdl),
+        **pdl_options(pdl),
     )
 
 
 def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, pdl: bool = False) -> Routes:
     """Sort pairs by expert, in one launch or two."""
     num_pairs = topk_ids.numel()
-    bins = triton.next_power_of_2(num_experts + 2)
-    max_tiles = min(num_pairs, num_pairs // block_m + num_experts)
     chunk, num_warps = next((chunk, warps) for limit, chunk, warps in _CHUNKS if limit is None or num_pairs <= limit)
     num_chunks = triton.cdiv(num_pairs, chunk)
-    num_arrivals = _MAX_ARRIVALS if num_chunks == 1 else 0
-    sizes = [num_pairs, 1, max_tiles, max_tiles, bins, num_arrivals, bins * num_chunks]
-    # Triton compiles anew for a pointer that is not aligned to 16 bytes.
-    sizes = [size + -size % 4 for size in sizes]
-    workspace = torch.empty(sum(sizes), dtype=torch.int32, device=topk_ids.device)
-    *parts, counts = torch.split(workspace, sizes)
-    routes = Routes(num_pairs, max_tiles, *parts)
-    shape = {"CHUNK": chunk, "BINS": bins, "num_warps": num_warps}
+    routes, counts = empty_routes(num_pairs, num_experts, block_m, num_chunks, topk_ids.device)
+    shape = {"CHUNK": chunk, "BINS": routes.bins, "num_warps": num_warps}
     if num_chunks == 1:
         route_kernel[(1,)](
             topk_ids,
@@ -305,9 +316,9 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, pdl: bool = Fa
             num_pairs,
             num_experts,
             BLOCK_M=block_m,
-            ARRIVALS=num_arrivals,
+            ARRIVALS=routes.arrivals.numel(),
             **shape,
-            **_pdl(pdl),
+            **pdl_options(pdl),
         )
         return routes
     count_kernel[(num_chunks,)](topk_ids, counts, num_pairs, num_experts, **shape)
@@ -317,38 +328,41 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, pdl: bool = Fa
     return routes
 
 
+def empty_routes(
+    num_pairs: int, num_experts: int, block_m: int, num_chunks: int, device: torch.device
+) -> tuple[Routes, torch.Tensor]:
+    """Memory for routes, and for the counts int32 [chunks, bins] of pairs that are sorted in several chunks."""
+    bins = triton.next_power_of_2(num_experts + 2)
+    max_tiles = min(num_pairs, num_pairs // block_m + num_experts)
+    arrivals = _MAX_ARRIVALS if num_pairs <= _SHARED_PAIRS else 0
+    sizes = [num_pairs, 1, max_tiles, max_tiles, bins, arrivals, bins * num_chunks]
+    # Triton compiles anew for a pointer that is not aligned to 16 bytes.
+    sizes = [size + -size % 4 for size in sizes]
+    *parts, counts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    return Routes(num_pairs, max_tiles, *parts), counts
+
+
 def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int, config: W4A16Config) -> torch.Tensor:
     """h [P, I] in the activation dtype, rows sorted by expert; I is padded to 64 where there is no gate."""
-    w13, activation, hidden_size = experts.w13, experts.activation, hidden.shape[1]
+    w13, hidden_size = experts.w13, hidden.shape[1]
     if config.hopper and hidden.data_ptr() % _ALIGNMENT:
         hidden = hidden.clone()
-    rows = w13.rows.shape[1]
-    intermediate_size = rows // 2 if activation.gated else rows
-    h = hidden.new_empty(routes.num_pairs, intermediate_size)
-    limit = 0.0 if activation.limit is None else activation.limit
-    cut = _cut(routes, rows, hidden_size, config, config.gate_up, h.device)
+    h = _empty_h(hidden, experts, routes.num_pairs)
+    cut = _cut(routes, w13.rows.shape[1], hidden_size, config, config.gate_up, h.device)
     kernel, _ = _kernels(config)
     kernel[(cut.num_blocks * cut.split_k,)](
         hidden,
-        w13.words,
-        w13.scales,
-        w13.rows,
-        w13.rows if w13.bias is None else w13.bias,
+        *_weight_args(w13),
         *routes.tiles,
         h,
         _parts(cut, config.block_m * config.gate_up.block_n, h),
         routes.arrivals,
         top_k,
         hidden_size,
-        intermediate_size,
-        activation.alpha,
-        activation.beta,
-        limit,
-        limit if activation.up_limit is None else activation.up_limit,
+        h.shape[1],
+        *_knobs(experts.activation),
         HAS_BIAS=w13.bias is not None,
-        GATED=activation.gated,
-        BOUND=activation.bound if activation.limit is not None else "none",
-        KIND=activation.kind,
+        **_activation_constants(experts.activation),
         **_constants(w13, experts.e4m3, hidden_size, config, config.gate_up, cut.split_k),
     )
     return h
@@ -363,10 +377,7 @@ def _down(
     _, kernel = _kernels(config)
     kernel[(cut.num_blocks * cut.split_k,)](
         h,
-        w2.words,
-        w2.scales,
-        w2.rows,
-        w2.rows if w2.bias is None else w2.bias.contiguous(),
+        *_weight_args(w2),
         topk_weights,
         *routes.tiles,
         y,
@@ -411,7 +422,7 @@ def _constants(
             "STAGES": choose_stages(gemm.num_stages, steps),
             "SPLIT_K": split_k,
             "E4M3": e4m3,
-            **_pdl(config.pdl),
+            **pdl_options(config.pdl),
             "num_warps": gemm.num_warps,
         }
     return {
@@ -424,13 +435,13 @@ def _constants(
         "WHOLE": columns % gemm.block_k == 0,
         "E4M3": e4m3,
         "INTERPRETED": INTERPRETED,
-        **_pdl(config.pdl),
+        **pdl_options(config.pdl),
         "num_warps": gemm.num_warps,
         "num_stages": gemm.num_stages,
     }
 
 
-def _pdl(wanted: bool) -> dict[str, bool]:
+def pdl_options(wanted: bool) -> dict[str, bool]:
     """Launch a kernel so that it may start while the one before it still runs."""
     return {"PDL": True, "launch_pdl": True} if wanted and not INTERPRETED else {"PDL": False}
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .w4a16_tile import GROUP, PLANE, ROWS, activated, bounded_up, cast, decode_weights, dot, gate_and_up
+from .w4a16_tile import GROUP, PLANE, ROWS, activation, cast, decode_weights, dot
 
 _COLUMNS = tl.constexpr(8)
 """Right-hand columns of a matrix instruction."""
@@ -202,13 +202,8 @@ def gate_up_decode_kernel(
         INTERPRETED,
     )
     total = total * factor[:, None] + shift[:, None]
-    if GATED:
-        gate, up = gate_and_up(total)
-        out = activated(gate, limit, alpha, BOUND, KIND) * (bounded_up(up, up_limit, BOUND) + beta)
-        i = row // 2 + tl.arange(0, BLOCK_N // 2)
-    else:
-        out = activated(total, limit, alpha, BOUND, KIND)
-        i = n
+    out = activation(total, (alpha, beta, limit, up_limit), GATED, BOUND, KIND)
+    i = row // (2 if GATED else 1) + tl.arange(0, out.shape[0])
     out = cast(out, DTYPE, INTERPRETED)
     slot = tl.full((TOKENS,), -1, dtype=tl.int32)
     for _ in range(_rounds(own)):

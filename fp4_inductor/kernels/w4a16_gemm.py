@@ -17,16 +17,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .w4a16_tile import (
     GROUP,
-    PLANE,
     ROWS,
-    activated,
-    bounded_up,
+    activation,
     cast,
     dot,
-    gate_and_up,
     load_tokens,
     load_weights,
+    rows_of_tile,
     scale_and_bias,
+    weights_of_expert,
 )
 
 
@@ -37,13 +36,6 @@ def _place_block(block, tiles, blocks, GROUP_M: tl.constexpr):
     first = block // span * GROUP_M
     size = tl.minimum(tiles - first, GROUP_M)
     return first + block % span % size, block % span // size
-
-
-@triton.jit
-def _rows_of_tile(tile, tile_expert, tile_row, expert_end):
-    """Expert (int64) and first sorted row of a token tile, and the expert's last row + 1."""
-    expert = tl.load(tile_expert + tile)
-    return expert.to(tl.int64), tl.load(tile_row + tile), tl.load(expert_end + expert)
 
 
 @triton.jit
@@ -121,15 +113,6 @@ def _whole_sum(acc, shared, split, SPLIT_K: tl.constexpr):
 
 
 @triton.jit
-def _weights_of_expert(words, scales, row_scale, bias, expert, N, num_bias, K, E4M3: tl.constexpr):
-    """An expert's words, scale words, row factors and biases."""
-    groups = tl.cdiv(K, GROUP)
-    words += expert * (N * groups * PLANE)
-    scales += expert * (N * groups // (1 if E4M3 else 2))
-    return words, scales, row_scale + expert * N, bias + expert * num_bias
-
-
-@triton.jit
 def _narrowed(run: tl.constexpr, rows, BLOCK_M: tl.constexpr, MIN_M: tl.constexpr, args):
     """``run`` for the fewest tokens of BLOCK_M, BLOCK_M / 2, ... MIN_M that ``rows`` fit."""
     HALF: tl.constexpr = BLOCK_M // 2
@@ -168,7 +151,6 @@ def _gate_up_tile(
     words, scales, row_scale, bias = weights
     first_row, first, end, split = place
     top_k, H, I, N = sizes  # noqa: E741
-    alpha, beta, limit, up_limit = knobs
     row = first + tl.arange(0, BLOCK_M)
     token = tl.load(order + tl.minimum(row, end - 1)) // top_k  # rows past the end repeat the last
     acc = _product(
@@ -190,13 +172,8 @@ def _gate_up_tile(
     if whole:
         n = tl.minimum(first_row + tl.arange(0, BLOCK_N), N - 1)
         acc = scale_and_bias(acc, row_scale, bias, n, HAS_BIAS)
-        if GATED:
-            gate, up = gate_and_up(acc)
-            out = activated(gate, limit, alpha, BOUND, KIND) * (bounded_up(up, up_limit, BOUND) + beta)
-            i = first_row // 2 + tl.arange(0, BLOCK_N // 2)
-        else:
-            out = activated(acc, limit, alpha, BOUND, KIND)
-            i = first_row + tl.arange(0, BLOCK_N)
+        out = activation(acc, knobs, GATED, BOUND, KIND)
+        i = first_row // (2 if GATED else 1) + tl.arange(0, out.shape[0])
         pointers = h + row.to(tl.int64)[None, :] * I + i[:, None]
         out = cast(out, h.dtype.element_ty, INTERPRETED)
         tl.store(pointers, out, mask=(i < I)[:, None] & (row < end)[None, :])
@@ -250,8 +227,8 @@ def gate_up_kernel(
     if block >= tiles * blocks:
         return
     tile, row_block = _place_block(block, tiles, blocks, GROUP_M)
-    expert, first, end = _rows_of_tile(tile, tile_expert, tile_row, expert_end)
-    weights = _weights_of_expert(words, scales, row_scale, bias, expert, N, N, H, E4M3)
+    expert, first, end = rows_of_tile(tile, tile_expert, tile_row, expert_end)
+    weights = weights_of_expert(words, scales, row_scale, bias, expert, N, N, H, E4M3)
     shared = _shared_block(parts, arrivals, block, BLOCK_N * BLOCK_M * SPLIT_K)
     place = (row_block * BLOCK_N, first, end, tl.program_id(0) % SPLIT_K)
     sizes = (top_k, H, I, N)
@@ -373,12 +350,12 @@ def down_kernel(
             gdc_wait()
         return
     tile, row_block = _place_block(block, tiles, blocks, GROUP_M)
-    expert, first, end = _rows_of_tile(tile, tile_expert, tile_row, expert_end)
+    expert, first, end = rows_of_tile(tile, tile_expert, tile_row, expert_end)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     N = tl.cdiv(H, ROWS) * ROWS
-    weights = _weights_of_expert(words, scales, row_scale, bias, expert, N, H, I, E4M3)
+    weights = weights_of_expert(words, scales, row_scale, bias, expert, N, H, I, E4M3)
     shared = _shared_block(parts, arrivals, block, BLOCK_N * BLOCK_M * SPLIT_K)
     place = (row_block * BLOCK_N, first, end, tl.program_id(0) % SPLIT_K)
     sizes = (H, I, N)

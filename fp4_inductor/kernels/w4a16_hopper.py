@@ -27,12 +27,12 @@ from .w4a16_tile import (
     GROUP,
     PLANE,
     ROWS,
-    activated,
+    activation,
     bf16_planes,
-    bounded_up,
     cast,
-    gate_and_up,
+    rows_of_tile,
     scale_and_bias,
+    weights_of_expert,
 )
 
 # Names after Triton 3.6, and those of 3.6.
@@ -318,21 +318,6 @@ def _whole_sum(acc0, acc1, shared, split, BLOCK_M: gl.constexpr, SPLIT_K: gl.con
 
 
 @gluon.jit
-def _rows_of_tile(tile, tile_expert, tile_row, expert_end):
-    """Expert (int64) of a token tile, and its first sorted row with the expert's last + 1."""
-    expert = gl.load(tile_expert + tile)
-    return expert.to(gl.int64), (gl.load(tile_row + tile), gl.load(expert_end + expert))
-
-
-@gluon.jit
-def _weights_of_expert(words, scales, row_scale, bias, expert, row_tiles, num_bias, K, E4M3: gl.constexpr):
-    """An expert's words, scale words, row factors and biases."""
-    tiles = expert * row_tiles * gl.cdiv(K, GROUP)
-    scales += tiles * (ROWS if E4M3 else ROWS // 2)
-    return words + tiles * _WORDS, scales, row_scale + expert * (row_tiles * ROWS), bias + expert * num_bias
-
-
-@gluon.jit
 def _write_h(
     acc,
     row_tile,
@@ -351,17 +336,11 @@ def _write_h(
 ):
     """Rows of h from a row tile of the product of gate and up."""
     _, _, row_scale, bias = weights
-    alpha, beta, limit, up_limit = knobs
     first, end = ends
     n = gl.minimum(row_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, MMA)), N - 1)
     acc = scale_and_bias(acc, row_scale, bias, n, HAS_BIAS)
-    if GATED:
-        gate, up = gate_and_up(acc)
-        out = activated(gate, limit, alpha, BOUND, KIND) * (bounded_up(up, up_limit, BOUND) + beta)
-        COLUMNS: gl.constexpr = ROWS // 2
-    else:
-        out = activated(acc, limit, alpha, BOUND, KIND)
-        COLUMNS: gl.constexpr = ROWS
+    out = activation(acc, knobs, GATED, BOUND, KIND)
+    COLUMNS: gl.constexpr = out.shape[0]
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [COLUMNS // 8, 32 // (COLUMNS // 8)], [1, 4], [0, 1])
     out = gl.convert_layout(cast(out, h.dtype.element_ty, False), LAYOUT)
     i = row_tile * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))
@@ -410,10 +389,11 @@ def gate_up_hopper_kernel(
     blocks = gl.cdiv(N, ROWS * _TILES)
     if block // blocks >= gl.load(num_tiles):
         return
-    expert, ends = _rows_of_tile(block // blocks, tile_expert, tile_row, expert_end)
+    expert, first, end = rows_of_tile(block // blocks, tile_expert, tile_row, expert_end)
+    ends = (first, end)
     row_block, split = block % blocks, gl.program_id(0) % SPLIT_K
     row_tiles = N // ROWS
-    weights = _weights_of_expert(words, scales, row_scale, bias, expert, row_tiles, N, H, E4M3)
+    weights = weights_of_expert(words, scales, row_scale, bias, expert, N, N, H, E4M3)
     place, sizes = (row_block, split), (top_k, H, row_tiles)
     acc0, acc1 = _product(ends, hidden, order, weights, place, sizes, BLOCK_M, STAGES, SPLIT_K, E4M3, False, MMA)
     if PDL:  # later than it might: programs that wait take the place of others, and crowd on a few multiprocessors
@@ -490,10 +470,11 @@ def down_hopper_kernel(
         if PDL:
             gdc_wait()
         return
-    expert, ends = _rows_of_tile(block // blocks, tile_expert, tile_row, expert_end)
+    expert, first, end = rows_of_tile(block // blocks, tile_expert, tile_row, expert_end)
+    ends = (first, end)
     row_block, split = block % blocks, gl.program_id(0) % SPLIT_K
     row_tiles = gl.cdiv(H, ROWS)
-    weights = _weights_of_expert(words, scales, row_scale, bias, expert, row_tiles, H, I, E4M3)
+    weights = weights_of_expert(words, scales, row_scale, bias, expert, row_tiles * ROWS, H, I, E4M3)
     place, sizes = (row_block, split), (None, I, row_tiles)
     acc0, acc1 = _product(ends, h, order, weights, place, sizes, BLOCK_M, STAGES, SPLIT_K, E4M3, PDL, MMA)
     if PDL:

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from ..spec import RUNTIME, RouterSpec
-from .w4a16 import INTERPRETED, Routes, _pdl
+from .w4a16 import INTERPRETED, Routes, empty_routes, pdl_options
 from .w4a16_config import DecodeConfig, W4A16Config
 from .w4a16_route import place_kernel
 from .w4a16_topk import topk_kernel
@@ -23,9 +23,6 @@ _COUNTED_PAIRS = 16384
 _CHUNK = 128
 _TILE = 8192
 """Scores that one program may hold."""
-_ARRIVALS = 1024
-_SHARED_PAIRS = 256
-"""Pairs up to which programs may share an output block, and ``_ARRIVALS`` counters are made for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +76,11 @@ def route_from_logits(
     ):
         write_topk(logits, router, ids, weights, config.pdl)
         return None
-    num_chunks, bins = 1 if alone else triton.cdiv(num_pairs, _CHUNK), triton.next_power_of_2(num_experts + 2)
-    max_tiles = min(num_pairs, num_pairs // config.block_m + num_experts)
-    arrivals = _ARRIVALS if num_pairs <= _SHARED_PAIRS else 0
-    # Triton compiles anew for a pointer that is not aligned to 16 bytes.
-    sizes = [size + -size % 4 for size in (num_pairs, 1, max_tiles, max_tiles, bins, arrivals, bins * num_chunks)]
-    *parts, counts = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device).split(sizes)
-    routes = Routes(num_pairs, max_tiles, *parts)
-    sort = {"CHUNK": 32 if num_pairs <= 32 else _CHUNK, "BINS": bins, "BLOCK_M": config.block_m}
+    num_chunks = 1 if alone else triton.cdiv(num_pairs, _CHUNK)
+    routes, counts = empty_routes(num_pairs, num_experts, config.block_m, num_chunks, logits.device)
+    sort = {"CHUNK": 32 if num_pairs <= 32 else _CHUNK, "BINS": routes.bins, "BLOCK_M": config.block_m}
     written = (counts, *routes.tiles, routes.arrivals)
-    alike = {"COUNT": not alone, "SORT": alone, "ARRIVALS": arrivals, **sort, **_pdl(config.pdl)}
+    alike = {"COUNT": not alone, "SORT": alone, "ARRIVALS": routes.arrivals.numel(), **sort, **pdl_options(config.pdl)}
     _launch(logits, router, ids, weights, block, written, **alike)
     if not alone:
         with torch.cuda.device_of(logits):
@@ -105,7 +97,7 @@ def write_topk(
     if logits.shape[0]:
         block = 1 if logits.shape[0] <= _ALONE else 4
         unused = {"COUNT": False, "SORT": False, "CHUNK": 1, "BINS": 1, "BLOCK_M": 1, "ARRIVALS": 1}
-        _launch(logits, router, ids, weights, block, [ids] * 7, **unused, **_pdl(pdl))
+        _launch(logits, router, ids, weights, block, [ids] * 7, **unused, **pdl_options(pdl))
 
 
 def _launch(

@@ -134,6 +134,22 @@ def decode_weights(words, scales, E4M3: tl.constexpr, DTYPE: tl.constexpr, INTER
 
 
 @triton.jit
+def rows_of_tile(tile, tile_expert, tile_row, expert_end):
+    """Expert (int64) and first sorted row of a token tile, and the expert's last row + 1."""
+    expert = tl.load(tile_expert + tile)
+    return expert.to(tl.int64), tl.load(tile_row + tile), tl.load(expert_end + expert)
+
+
+@triton.jit
+def weights_of_expert(words, scales, row_scale, bias, expert, N, num_bias, K, E4M3: tl.constexpr):
+    """An expert's words, scale words, row factors and biases."""
+    groups = tl.cdiv(K, GROUP)
+    words += expert * (N * groups * PLANE)
+    scales += expert * (N * groups // (1 if E4M3 else 2))
+    return words, scales, row_scale + expert * N, bias + expert * num_bias
+
+
+@triton.jit
 def load_weights(
     words,
     scales,
@@ -233,7 +249,7 @@ def _act(x, factor, alpha, KIND: tl.constexpr):
 
 
 @triton.jit
-def activated(gate, limit, alpha, BOUND: tl.constexpr, KIND: tl.constexpr):
+def _activated(gate, limit, alpha, BOUND: tl.constexpr, KIND: tl.constexpr):
     """float32 activation of a gate bounded by ``limit``."""
     if BOUND == "softcap":
         y = _act(gate, _softcap(gate, limit), alpha, KIND)
@@ -249,7 +265,7 @@ def activated(gate, limit, alpha, BOUND: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def bounded_up(up, limit, BOUND: tl.constexpr):
+def _bounded_up(up, limit, BOUND: tl.constexpr):
     """float32 up, bounded by ``limit``."""
     if BOUND == "softcap":
         up = _softcap(up, limit)
@@ -268,10 +284,25 @@ def scale_and_bias(acc, row_scale, bias, rows, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def gate_and_up(acc):
+def _gate_and_up(acc):
     """Gate and up [n/2, m] of an accumulator [n, m] whose rows are in granules; each thread has both of a pair."""
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
     granules = acc.reshape(ROWS // (2 * _GRANULE), 2, _GRANULE, COLUMNS).permute(0, 2, 3, 1)
     gate, up = tl.split(granules)
     return gate.reshape(ROWS // 2, COLUMNS), up.reshape(ROWS // 2, COLUMNS)
+
+
+@triton.jit
+def activation(acc, knobs, GATED: tl.constexpr, BOUND: tl.constexpr, KIND: tl.constexpr):
+    """float32 columns of h from an accumulator [n, m] of rows of w13: [n/2, m] if GATED, else [n, m].
+
+    ``knobs`` are alpha, beta, limit and up_limit of ``spec.ActivationSpec``.
+    """
+    alpha, beta, limit, up_limit = knobs
+    if GATED:
+        gate, up = _gate_and_up(acc)
+        out = _activated(gate, limit, alpha, BOUND, KIND) * (_bounded_up(up, up_limit, BOUND) + beta)
+    else:
+        out = _activated(acc, limit, alpha, BOUND, KIND)
+    return out

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +15,7 @@ import pytest
 import torch
 from capture import capture
 from fp4_inductor.patterns.router_formulas import router_reference
+from interpreter import interpreted, run_in_interpreter, starts_the_interpreter
 from models import MoEStack, hidden_states, pack_experts, tiny_model
 from moe_cases import SWIGLU, MoECase, make_case
 from moe_graphs import calls, moe_graph, operand_values, random_inputs, run
@@ -62,17 +60,12 @@ UNKNOWN = {
     "null": replace(SOFTMAX, num_null_experts=1),
     "sparsemixer": RouterSpec(Scoring.SPARSEMIXER, sparsity_threshold=0.02),
 }
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@starts_the_interpreter
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-6000:]
+    run_in_interpreter(__file__)
 
 
 def spec_with(router: RouterSpec, **changes: Any) -> MoESpec:

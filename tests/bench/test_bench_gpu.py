@@ -12,12 +12,13 @@ from tolerances import assert_close_per_token
 
 from fp4_inductor.__main__ import main
 from fp4_inductor.backends import get_backend
-from fp4_inductor.bench.layers import inputs, planned_layer, random_weights
+from fp4_inductor.bench.layers import planned_layer
 from fp4_inductor.bench.peers import TritonKernels
 from fp4_inductor.bench.peers.triton_kernels import triton_kernels_layer
 from fp4_inductor.bench.shapes import Shape, parse_shape
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
+from fp4_inductor.random_layer import inputs, random_weights
 from fp4_inductor.timing import cuda_graph_us
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 from tolerances import assert_close_per_token
 
 from fp4_inductor.backends import get_backend
-from fp4_inductor.bench.layers import inputs, planned_layer, random_weights
+from fp4_inductor.bench.layers import planned_layer
 from fp4_inductor.bench.peers.grouped_mm import grouped_mm_layer
 from fp4_inductor.bench.shapes import SHAPES, Shape, parse_shape
 from fp4_inductor.device import DeviceInfo
@@ -15,6 +15,7 @@ from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
 from fp4_inductor.layouts.gate_up import to_gate_up_halves
 from fp4_inductor.plan import KernelPlan
 from fp4_inductor.quant import dequantize
+from fp4_inductor.random_layer import inputs, random_weights
 from fp4_inductor.reference import moe_reference
 from fp4_inductor.spec import GateUpOrder, MoESpec, Operand
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from fp4_inductor.bench.layers import inputs
 from fp4_inductor.bench.peers import PEERS, marlin, triton_kernels
 from fp4_inductor.bench.shapes import Shape, parse_shape
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
+from fp4_inductor.random_layer import inputs
 
 CPU, H200, B200 = torch.device("cpu"), DeviceInfo.parse("sm_90"), DeviceInfo.parse("sm_100")
 BY_NAME = {peer.name: peer for peer in PEERS}

@@ -6,14 +6,12 @@ The interpreter is chosen when Triton's decorators run, so these tests run in a 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from fp4_inductor.patterns.router_formulas import router_reference
+from interpreter import interpreted, run_in_interpreter, starts_the_interpreter
 from moe_cases import EXPERTS_CASES, MoECase, make_case
 from tolerances import assert_close_per_token
 
@@ -26,16 +24,10 @@ from fp4_inductor.spec import Operand, RouterSpec, Scoring
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
 
-
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@starts_the_interpreter
 def test_in_the_interpreter() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-6000:]
+    run_in_interpreter(__file__)
 
 
 def run(case: MoECase) -> torch.Tensor:

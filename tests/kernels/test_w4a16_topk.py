@@ -6,9 +6,6 @@ The interpreter is chosen when Triton's decorators run, so its tests run in a pr
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fp4_inductor.patterns.router_formulas import scores_of, weights_of
+from interpreter import INTERPRETED, interpreted, run_in_interpreter, starts_the_interpreter
 
 from fp4_inductor.spec import RUNTIME, RouterSpec, Scoring
 
@@ -27,8 +25,6 @@ from fp4_inductor.kernels.w4a16_config import configs  # noqa: E402
 from fp4_inductor.kernels.w4a16_routing import Router, empty_routing, route_from_logits, topk  # noqa: E402
 from fp4_inductor.kernels.w4a16_topk import topk_kernel  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
 compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 SOFTMAX = RouterSpec(Scoring.SOFTMAX)
@@ -57,12 +53,9 @@ SIZES = [(1, 4, 2), (2, 8, 8), (7, 32, 4), (1, 60, 5), (2, 256, 8)]
 """Tokens, experts, top_k."""
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@starts_the_interpreter
 def test_in_the_interpreter() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-6000:]
+    run_in_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

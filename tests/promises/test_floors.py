@@ -8,7 +8,7 @@ from source_tree import imports, module_level_imports, modules
 FLOORS = (
     # floor, column, modules; a name stands for the modules below it too
     (0, "words", ("errors", "reasons", "formats", "spec", "device", "options")),
-    (1, "numbers", ("quant", "reference", "plan", "timing", "autotune", "layouts", "kernels")),
+    (1, "numbers", ("quant", "reference", "plan", "random_layer", "timing", "autotune", "layouts", "kernels")),
     (2, "backends", ("backends",)),
     (2, "recognition", ("matching", "patterns")),
     (3, "stages", ("select", "tuned_plan", "emit", "host_memory", "fold", "report", "verify")),

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from ...device import DeviceInfo
+from ...random_layer import random_bias, random_codes, random_scales, route
 from ...spec import MoESpec
-from ..layers import Layer, random_bias, random_codes, random_scales, route
+from ..layers import Layer
 from .base import CUDA
 
 

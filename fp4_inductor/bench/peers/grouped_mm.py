@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...device import DeviceInfo
+from ...random_layer import random_bias, route
 from ...spec import MoESpec, Operand
-from ..layers import Layer, random_bias, route
+from ..layers import Layer
 from .base import CUDA, compiled_activation
 
 

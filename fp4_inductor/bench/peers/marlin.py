@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from ...backends.base import ExpertWeights
 from ...device import DeviceInfo
+from ...random_layer import random_bias, random_codes, random_scales
 from ...spec import MoESpec
-from ..layers import Layer, random_bias, random_codes, random_scales
+from ..layers import Layer
 from .base import CUDA, compiled_activation, vllm_files
 
 LIBRARY = "FP4_INDUCTOR_MARLIN_LIBRARY"

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from ...device import DeviceInfo
+from ...random_layer import random_weights
 from ...spec import MoESpec, Operand
-from ..layers import Layer, random_weights
+from ..layers import Layer
 from .base import CUDA, vllm_files
 
 

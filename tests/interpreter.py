@@ -1,0 +1,25 @@
+"""Tests that run kernels in Triton's interpreter.
+
+The interpreter is chosen when Triton's decorators run, so such tests run in a process of their own. A file that has
+some starts it on itself from one test, which is called ``test_in_the_interpreter``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
+starts_the_interpreter = pytest.mark.skipif(INTERPRETED, reason="this is that process")
+
+
+def run_in_interpreter(file: str, *options: str) -> None:
+    """Run the tests of ``file``, or those that pytest's ``options`` leave, where Triton interprets."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, file]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-6000:]
