@@ -145,44 +145,24 @@ def cutlass_fused_moe(
         is_like(fc1_expert_biases, output_dtype, experts, rows)
         is_like(fc2_expert_biases, output_dtype, experts, hidden_size)
     by_expert(experts, swiglu_alpha, swiglu_beta, swiglu_limit)
-    ones = torch.ones(experts)
-    quantise1, quantise2 = torch.tensor(1.0), ones
+    weights = fc1_expert_weights, fc2_expert_weights
     if use_w4_group_scaling:
-        assert hidden_size % 128 == 0
-        assert inner % 128 == 0
         is_like(input, torch.bfloat16, tokens, hidden_size)
-        s1, s2 = quant_scales
-        is_like(s1, torch.uint8, experts, rows // 64, hidden_size // 128, 16, 16)
-        is_like(s2, torch.uint8, experts, hidden_size // 64, inner // 128, 16, 16)
-        alpha1, alpha2 = ones, ones
-        w1 = values(from_sm90_words(fc1_expert_weights), from_sm90_scales(s1))
-        w2 = values(from_sm90_words(fc2_expert_weights), from_sm90_scales(s2))
-        x = input.double()
+        w1, w2 = _sm90_weights(*weights, *quant_scales)
+        quantise1, alpha1, quantise2, alpha2 = torch.tensor(1.0), *torch.ones(3, experts)
+    elif use_mxfp8_act_scaling:
+        is_like(input, torch.float8_e4m3fn, tokens, hidden_size)
+        is_like(input_sf, torch.uint8, -(-tokens // 128) * 128 * (hidden_size // 32))
+        s1, alpha1, s2, alpha2 = quant_scales
+        quantise1, quantise2 = torch.tensor(1.0), torch.ones(experts)
+        w1, w2 = _tiled_weights(*weights, s1, s2, 32, gated)
     else:
-        block = 32 if use_mxfp8_act_scaling else 16
-        if use_mxfp8_act_scaling:
-            assert hidden_size % 128 == 0
-            assert inner % 128 == 0
-            is_like(input, torch.float8_e4m3fn, tokens, hidden_size)
-            is_like(input_sf, torch.uint8, -(-tokens // 128) * 128 * (hidden_size // 32))
-            s1, alpha1, s2, alpha2 = quant_scales
-        else:
-            is_like(input, torch.bfloat16, tokens, hidden_size)
-            quantise1, s1, alpha1, quantise2, s2, alpha2 = quant_scales
-            is_like(quantise1, torch.float32)
-        by_expert(experts, alpha1, quantise2, alpha2)
-        # As the library checks them: w13's are as many as rows up to four blocks, and those of w2 up to 128 rows.
-        unit = 128 if use_mxfp8_act_scaling else 4 * block
-        up = -(-inner // unit) * unit * (1 + gated)
-        columns1, columns2 = -(-hidden_size // (4 * block)) * 4, -(-inner // (4 * block)) * 4
-        is_like(s1, torch.int32, experts, up, columns1 // 4)
-        is_like(s2, torch.int32, experts, -(-hidden_size // 128) * 128, columns2 // 4)
-        encoding = torch.uint8 if use_mxfp8_act_scaling else torch.float8_e4m3fn
-        sf1 = from_scale_tiles(s1.view(torch.uint8), rows, hidden_size // block).view(encoding)
-        sf2 = from_scale_tiles(s2.view(torch.uint8), hidden_size, inner // block).view(encoding)
-        w1 = values(fc1_expert_weights.view(torch.uint8), sf1)
-        w2 = values(fc2_expert_weights.view(torch.uint8), sf2)
-        x = input.double() * quantise1
+        is_like(input, torch.bfloat16, tokens, hidden_size)
+        quantise1, s1, alpha1, quantise2, s2, alpha2 = quant_scales
+        w1, w2 = _tiled_weights(*weights, s1, s2, 16, gated)
+    is_like(quantise1, torch.float32)
+    by_expert(experts, alpha1, quantise2, alpha2)
+    x = input.double() * quantise1
     out = torch.zeros(tokens, hidden_size, dtype=torch.float64)
     for token, slot, e in _routes(token_selected_experts, experts):
         y = w1[e] @ x[token] * alpha1[e]
@@ -195,6 +175,37 @@ def cutlass_fused_moe(
             z = z + fc2_expert_biases[e]
         out[token] += token_final_scales[token, slot].double() * z
     return [out.to(output_dtype)]
+
+
+def _sm90_weights(
+    w1: torch.Tensor, w2: torch.Tensor, s1: torch.Tensor, s2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    experts, hidden_size, inner = *w2.shape[:2], w2.shape[2] * 2
+    assert hidden_size % 128 == 0
+    assert inner % 128 == 0
+    is_like(s1, torch.uint8, experts, w1.shape[1] // 64, hidden_size // 128, 16, 16)
+    is_like(s2, torch.uint8, experts, hidden_size // 64, inner // 128, 16, 16)
+    return values(from_sm90_words(w1), from_sm90_scales(s1)), values(from_sm90_words(w2), from_sm90_scales(s2))
+
+
+def _tiled_weights(
+    w1: torch.Tensor, w2: torch.Tensor, s1: torch.Tensor, s2: torch.Tensor, block: int, gated: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The library checks w13's scales to be as many as rows up to 128 (MXFP8) or 64 (NVFP4), each of gate and up."""
+    experts, hidden_size, inner = *w2.shape[:2], w2.shape[2] * 16
+    if block == 32:
+        assert hidden_size % 128 == 0
+        assert inner % 128 == 0
+    unit = 128 if block == 32 else 64
+    up = -(-inner // unit) * unit * (1 + gated)
+    is_like(s1, torch.int32, experts, up, -(-hidden_size // (4 * block)))
+    is_like(s2, torch.int32, experts, -(-hidden_size // 128) * 128, -(-inner // (4 * block)))
+    encoding = torch.uint8 if block == 32 else torch.float8_e4m3fn
+    found = []
+    for codes, scale, columns in ((w1, s1, hidden_size), (w2, s2, inner)):
+        numbers = from_scale_tiles(scale.view(torch.uint8), codes.shape[1], columns // block).view(encoding)
+        found.append(values(codes.view(torch.uint8), numbers))
+    return found[0], found[1]
 
 
 def trtllm_fp4_block_scale_routed_moe(
