@@ -165,7 +165,7 @@ def experts_args(
 ) -> tuple[PlanArg, ...]:
     """Plan arguments of an experts op for ``spec``; a backend passes what it prepares differently.
 
-    Biases and globals that the spec does not have become None, unless the backend prepares its own.
+    Biases that the spec does not have become None; so do globals, unless the backend prepares its own.
     """
     act, fmt = spec.activation, spec.weight_format
 
@@ -185,11 +185,11 @@ def experts_args(
         w13,
         w13_scale,
         w13_global if has_global(w13_global) else None,
-        w13_bias if spec.has_w13_bias or isinstance(w13_bias, Prepared) else None,
+        w13_bias if spec.has_w13_bias else None,
         w2,
         w2_scale,
         w2_global if has_global(w2_global) else None,
-        w2_bias if spec.has_w2_bias or isinstance(w2_bias, Prepared) else None,
+        w2_bias if spec.has_w2_bias else None,
         knob(act.alpha, Operand.ALPHA),
         knob(act.beta, Operand.BETA),
         knob(act.limit, Operand.LIMIT),

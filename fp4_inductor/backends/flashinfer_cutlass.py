@@ -7,6 +7,7 @@ Biases are rounded to bfloat16. The combine sums in float32 and rounds once, in 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -140,7 +141,7 @@ class FlashinferCutlassBackend:
             ready |= _weight(name, mode, placing, common)
             if biased:
                 ready[f"{name}_bias"] = _bias(name, placing, has_bias)
-        args = experts_args(spec, **ready)  # type: ignore[arg-type]
+        args = experts_args(replace(spec, has_w13_bias=biased, has_w2_bias=biased), **ready)  # type: ignore[arg-type]
         padding = padding_text(spec, mode.rows)
         return KernelPlan(_OPS[mode.name], args, layout=_LAYOUTS[mode.name], padding=padding)
 
