@@ -14,6 +14,7 @@ from fp4_inductor import LoweringReport, Options
 from fp4_inductor.dynamo_backend import compile_with
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "fmt", "arch", "options", "expected"),
     [
