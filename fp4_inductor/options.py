@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import InvalidOptionError, UnknownNameError
+from .formats import ACTIVATION_FORMATS
 
 PREFIX = "fp4moe."
 
@@ -33,6 +34,9 @@ class Options:
         autotune: time a backend's configurations on the device while compiling, for each layer's sizes and numbers
             of tokens, instead of going by the table that comes with it; takes about a minute for each kind of layer,
             once: choices are kept on disk, beside Inductor's cache.
+        activation_format: "mxfp8" or "nvfp4", to which kernels may round activations, with less accuracy than the
+            graph has. A kernel that does so needs this permission; none is forced to by it. None keeps activations
+            in the graph's dtype.
     """
 
     backend: str | None = None
@@ -43,6 +47,7 @@ class Options:
     verify: str = "never"
     release_original_weights: bool = False
     autotune: bool = False
+    activation_format: str | None = None
 
     def __post_init__(self) -> None:
         _require("backend", self.backend, "a backend's name or None", isinstance(self.backend, str | None))
@@ -54,6 +59,9 @@ class Options:
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
             _require(name, value, "an int >= 0 or None", value is None or is_count)
+        allowed = self.activation_format is None or self.activation_format in ACTIVATION_FORMATS
+        needed = f"{' or '.join(map(repr, ACTIVATION_FORMATS))} or None"
+        _require("activation_format", self.activation_format, needed, allowed)
         _require("verify", self.verify, '"never" or "first_call"', self.verify in ("never", "first_call"))
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .backends import BACKENDS
 from .device import DeviceInfo
@@ -28,7 +28,8 @@ def select(spec: MoESpec, device: DeviceInfo, options: Options, where: str = "")
     """The best willing backend for ``spec`` on ``device``.
 
     A backend that ``options`` names is used or refused, never replaced. Otherwise the willing ones
-    compete by rank; a rank of 0 or less is for backends that run only when named.
+    compete by rank; a rank of 0 or less is for backends that run only when named. The spec they are asked for, which
+    the selection holds, says which activations ``options`` allows.
 
     Raises:
         UnknownNameError: ``options.backend`` does not exist.
@@ -37,6 +38,8 @@ def select(spec: MoESpec, device: DeviceInfo, options: Options, where: str = "")
     by_name = {backend.name: backend for backend in BACKENDS}
     if options.backend is not None and options.backend not in by_name:
         raise UnknownNameError("reading option fp4moe.backend", options.backend, by_name)
+    if options.activation_format is not None:
+        spec = replace(spec, activation_format=options.activation_format)
     verdicts = tuple(backend.check(spec, device) for backend in BACKENDS)
     willing = [by_name[verdict.backend] for verdict in verdicts if verdict.ok]
     if options.backend is not None:

@@ -251,6 +251,8 @@ class MoESpec:
     dtypes and rounded to ``act_dtype``, instead of what comes out.
     ``weights_transposed`` tells people how the model stores its weights ([E, K, N]); codes are
     canonical for kernels either way.
+    ``activation_format``: what kernels may round activations to, "nvfp4" or "mxfp8", beside ``act_dtype``: a
+    permission of the user's, of which the graph says nothing.
     """
 
     num_experts: int
@@ -270,6 +272,7 @@ class MoESpec:
     has_w2_bias: bool = False
     weight_on_input: bool = False
     local_experts: ExpertRange | None = None
+    activation_format: str | None = None
 
     @property
     def w13_rows(self) -> int:
@@ -283,6 +286,8 @@ class MoESpec:
 
     def __str__(self) -> str:
         dtype = str(self.act_dtype).removeprefix("torch.")
+        if self.activation_format is not None:
+            dtype = f"({dtype}|{self.activation_format})"
         biases = " +bias" if self.has_w13_bias or self.has_w2_bias else ""
         return (
             f"{self.num_experts}x top-{self.top_k} H={self.hidden_size} I={self.intermediate_size} "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -75,3 +75,10 @@ def test_a_rank_of_zero_runs_only_when_named(monkeypatch: pytest.MonkeyPatch) ->
     assert selection.plan is None
     with pytest.raises(NoBackendError, match="CAPABILITY"):
         select(SPEC, CPU, Options(on_unsupported="error"))
+
+
+def test_allowed_activations_reach_the_backends() -> None:
+    assert select(SPEC, CPU, Options()).spec.activation_format is None
+    spec = select(SPEC, CPU, Options(activation_format="mxfp8")).spec
+    assert spec == replace(SPEC, activation_format="mxfp8")
+    assert "mxfp4×(bfloat16|mxfp8)" in str(spec)

@@ -11,10 +11,18 @@ from ..reasons import ReasonCode
 from ..spec import ActivationSpec, MoESpec
 from .base import KernelBackend
 from .cpu import CpuBackend
+from .flashinfer_cutlass import FlashinferCutlassBackend
+from .flashinfer_trtllm import FlashinferTrtllmBackend
 from .reference import ReferenceBackend
 from .triton_w4a16 import TritonW4A16Backend
 
-BACKENDS: tuple[KernelBackend, ...] = (TritonW4A16Backend(), CpuBackend(), ReferenceBackend())
+BACKENDS: tuple[KernelBackend, ...] = (
+    TritonW4A16Backend(),
+    FlashinferTrtllmBackend(),
+    FlashinferCutlassBackend(),
+    CpuBackend(),
+    ReferenceBackend(),
+)
 """Asked in this order; rank decides among the willing."""
 
 

@@ -30,7 +30,8 @@ BLOCKS_OF_64 = RowOrder(64, up_first=True)
 # Whole tiles along K (256 by H), whole tiles of scales by 128 rows, four scales a row.
 TRTLLM_MXFP4 = KernelRows(PAIRS, 256, TILE_ROWS, TILE_ROWS)
 TRTLLM_NVFP4 = KernelRows(PAIRS, 256, TILE_ROWS // 2, TILE_ROWS)
-CUTLASS_NVFP4 = KernelRows(UP_GATE, 64, 64, 64)
+# Its scales of w13 are checked to end where I does, and tiles of them have 128 rows.
+CUTLASS_NVFP4 = KernelRows(UP_GATE, 64, 64, TILE_ROWS)
 CUTLASS_MXFP4_MXFP8 = KernelRows(UP_GATE, 128, 128, 128)
 CUTLASS_MXFP4_SM90 = KernelRows(UP_GATE, COLUMNS, COLUMNS, COLUMNS)
 CUTEDSL_NVFP4 = KernelRows(BLOCKS_OF_64, 256, 64, 128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp4_inductor.backends import BACKENDS
 from fp4_inductor.backends.base import KernelBackend
 from fp4_inductor.device import DeviceInfo
-from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
+from fp4_inductor.formats import ACTIVATION_FORMATS, MXFP4, NVFP4, BlockFormat
 from fp4_inductor.plan import resolve_op, run_plan
 from fp4_inductor.reasons import Reason, Verdict
 
@@ -28,10 +29,12 @@ formats = pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=str)
 @backends
 @formats
 def test_answers_for_every_device(backend: KernelBackend, fmt: BlockFormat) -> None:
+    """Each format runs on some device, where the user allows any activations."""
     assert isinstance(backend, KernelBackend)
     willing = []
-    for device in DEVICES:
-        spec = make_case(fmt, hidden_size=256, intermediate_size=256).spec
+    plain = make_case(fmt, hidden_size=256, intermediate_size=256).spec
+    for device, allowed in product(DEVICES, (None, *ACTIVATION_FORMATS)):
+        spec = replace(plain, activation_format=allowed)
         verdict = backend.check(spec, device)
         assert isinstance(verdict, Verdict)
         assert verdict.backend == backend.name
@@ -46,15 +49,16 @@ def test_answers_for_every_device(backend: KernelBackend, fmt: BlockFormat) -> N
 def test_the_op_and_its_fake_agree_with_the_plan(backend: KernelBackend, fmt: BlockFormat) -> None:
     """The whole plan, re-layouts included, runs on fake tensors: shapes and dtypes alone decide it."""
     case = make_case(fmt, hidden_size=256, intermediate_size=256, num_tokens=3, bias=False)
-    for device in DEVICES:
-        if not backend.check(case.spec, device).ok:
+    for device, allowed in product(DEVICES, (None, *ACTIVATION_FORMATS)):
+        spec = replace(case.spec, activation_format=allowed)
+        if not backend.check(spec, device).ok:
             continue
-        plan = backend.plan(case.spec, device)
+        plan = backend.plan(spec, device)
         assert resolve_op(plan.op)._schema.name == plan.op
         assert len({prepared.name for prepared in plan.prepared}) == len(plan.prepared)
         with FakeTensorMode(allow_non_fake_inputs=False) as mode:
             out = run_plan(plan, {operand: mode.from_tensor(tensor) for operand, tensor in case.operands.items()})
         assert out.shape == (3, 256)
-        assert out.dtype == case.spec.out_dtype
+        assert out.dtype == spec.out_dtype
         assert out.device.type == "cpu"
         assert isinstance(out, torch._subclasses.FakeTensor)

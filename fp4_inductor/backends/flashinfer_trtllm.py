@@ -1,0 +1,228 @@
+"""``flashinfer_trtllm``: TensorRT-LLM's generated kernels, by FlashInfer's ``trtllm_fp4_block_scale_routed_moe``.
+
+MXFP4 weights meet bfloat16 activations on sm_100; MXFP4 × MXFP8 and NVFP4 × NVFP4 run where the user allows the format
+(``fp4moe.activation_format``). Ids and weights are given: routing inside rounds weights to bfloat16, which a graph
+with float32 ones does not. The kernels' GeGLU is left out, since nothing says which GELU it is. Kernels are downloaded
+at the first call, unless FLASHINFER_CUBIN_DIR holds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+
+from ..device import DeviceInfo
+from ..formats import MXFP4, NVFP4
+from ..layouts.global_scales import expert_globals
+from ..layouts.kernel_rows import TRTLLM_MXFP4, TRTLLM_NVFP4
+from ..layouts.kernel_scales import TrtllmScales, bias_in_units, in_units, trtllm_scales
+from ..layouts.trtllm import shuffle_rows, to_trtllm_scales
+from ..plan import KernelPlan, PlanArg, Prepared
+from ..quant.nvfp4 import nvfp4_global_scale
+from ..reasons import Reason, ReasonCode, Verdict
+from ..spec import MoESpec, Operand
+from .base import ExpertsCall, define_experts_op, experts_args
+from .flashinfer_common import (
+    Mode,
+    activation_function,
+    by_expert,
+    choose_mode,
+    common_reasons,
+    padded_hidden,
+    padding_text,
+    unless_empty,
+)
+from .flashinfer_weights import PRODUCT_FACTOR, Placing
+
+_SM_100_103 = frozenset({100, 103})
+MODES = (
+    Mode(MXFP4, None, frozenset({100}), frozenset({"Swiglu"}), TRTLLM_MXFP4),
+    Mode(MXFP4, "mxfp8", _SM_100_103, frozenset({"Swiglu", "Relu2"}), TRTLLM_MXFP4),
+    Mode(NVFP4, "nvfp4", _SM_100_103, frozenset({"Swiglu", "SwigluStep", "Relu2"}), TRTLLM_NVFP4),
+)
+_MAX_EXPERTS, _MAX_TOP_K = 2048, 32
+MAX_TOKENS = 1 << 18
+"""Of one call; the kernels take about 300 thousand."""
+
+
+def _bf16(call: ExpertsCall) -> torch.Tensor:
+    return _fused_moe(call, padded_hidden(call.hidden, call.w2.codes.shape[1]))
+
+
+def _mxfp8(call: ExpertsCall) -> torch.Tensor:
+    from flashinfer import mxfp8_quantize
+
+    hidden, scale = mxfp8_quantize(padded_hidden(call.hidden, call.w2.codes.shape[1]), False)
+    return _fused_moe(call, hidden, scale)
+
+
+def _nvfp4(call: ExpertsCall) -> torch.Tensor:
+    from flashinfer import fp4_quantize
+
+    assert call.w13.global_scale is not None, "the plan prepares them"
+    assert call.w2.global_scale is not None, "the plan prepares them"
+    hidden = padded_hidden(call.hidden, call.w2.codes.shape[1])
+    factor = nvfp4_global_scale(hidden)
+    output1, gate, up = call.w13.global_scale.unbind(0)
+    if call.activation.gated:
+        output1 = output1 * factor
+    gate, up = gate * factor, up * factor
+    scales = TrtllmScales(output1, gate, call.w2.global_scale, gate, up)
+    quantized, scale = fp4_quantize(hidden, 1 / factor, NVFP4.block_size, False, False)
+    bias = None if call.w13.bias is None else call.w13.bias / factor
+    return _fused_moe(replace(call, w13=replace(call.w13, bias=bias)), quantized, scale, scales)
+
+
+def _fused_moe(
+    call: ExpertsCall,
+    hidden: torch.Tensor,
+    hidden_scale: torch.Tensor | None = None,
+    scales: TrtllmScales | None = None,
+) -> torch.Tensor:
+    """The block [T, H] in ``out_dtype`` from padded hidden states, as the mode wants them, and their block scales."""
+    from flashinfer.fused_moe import trtllm_fp4_block_scale_routed_moe
+    from flashinfer.tllm_enums import ActivationType, RoutingMethodType, SfLayout
+
+    num_tokens = hidden.shape[0]
+    name, codes = activation_function(call.activation), call.w13.codes
+    assert name is not None, "check refuses it"
+    beta = by_expert(call.activation.beta, 0.0, codes)  # type: ignore[arg-type]
+    limit = by_expert(call.activation.limit, None, codes)  # type: ignore[arg-type]
+    if scales is not None:
+        beta = None if beta is None else in_units(beta, scales.up_unit)
+        limit = None if limit is None else in_units(limit, scales.gate_unit)
+    weights = call.topk_weights.float() if call.topk_weights.dtype is torch.float16 else call.topk_weights
+    ids, weights = call.topk_ids.to(torch.int32).contiguous(), weights.contiguous()
+    if hidden_scale is not None:
+        hidden_scale = hidden_scale.view(torch.float8_e4m3fn).reshape(num_tokens, -1)
+    pieces = []
+    for start in range(0, num_tokens, MAX_TOKENS):
+        piece = slice(start, start + MAX_TOKENS)
+        out = trtllm_fp4_block_scale_routed_moe(
+            topk_ids=(ids[piece], weights[piece]),
+            routing_bias=None,
+            hidden_states=hidden[piece],
+            hidden_states_scale=None if hidden_scale is None else hidden_scale[piece],
+            gemm1_weights=codes,
+            gemm1_weights_scale=call.w13.scale,
+            gemm1_bias=call.w13.bias,
+            gemm1_alpha=by_expert(call.activation.alpha, 1.0, codes),  # type: ignore[arg-type]
+            gemm1_beta=beta,
+            gemm1_clamp_limit=limit,
+            gemm2_weights=call.w2.codes,
+            gemm2_weights_scale=call.w2.scale,
+            gemm2_bias=call.w2.bias,
+            output1_scale_scalar=None if scales is None else scales.output1,
+            output1_scale_gate_scalar=None if scales is None else scales.output1_gate,
+            output2_scale_scalar=None if scales is None else scales.output2,
+            num_experts=codes.shape[0],
+            top_k=ids.shape[1],
+            n_group=None,
+            topk_group=None,
+            intermediate_size=call.w2.codes.shape[2] * 2,
+            local_expert_offset=0,
+            local_num_experts=codes.shape[0],
+            routed_scaling_factor=None,
+            routing_method_type=int(RoutingMethodType.Renormalize),
+            activation_type=int(ActivationType[name]),
+            hidden_states_scale_layout=None if hidden_scale is None else SfLayout.layout_linear,
+        )
+        pieces.append(out[0][:, : call.hidden.shape[1]])
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
+
+
+_OPS = {
+    name: define_experts_op(f"moe_flashinfer_trtllm_{name}", unless_empty(kernel))
+    for name, kernel in (("bf16", _bf16), ("mxfp8", _mxfp8), ("nvfp4", _nvfp4))
+}
+
+
+class FlashinferTrtllmBackend:
+    name = "flashinfer_trtllm"
+
+    def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
+        return Verdict(self.name, (*common_reasons(MODES, spec, device), *_limit_reasons(spec)))
+
+    def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
+        """Below ``triton_w4a16``, since it is not measured."""
+        return 30
+
+    def plan(self, spec: MoESpec, device: DeviceInfo) -> KernelPlan:
+        mode = choose_mode(MODES, spec, device)
+        assert mode is not None, "check refuses it"
+        placing = Placing.of(spec, mode.rows)
+        # One limit meets gate and up in the units of their accumulators.
+        common = spec.activation.limit is not None
+        ready: dict[str, PlanArg] = {
+            **_weight("w13", mode, placing, common, spec.has_w13_bias),
+            **_weight("w2", mode, placing, common, spec.has_w2_bias),
+        }
+        args = experts_args(spec, **ready)  # type: ignore[arg-type]
+        padding = padding_text(spec, mode.rows)
+        return KernelPlan(_OPS[mode.name], args, layout="shuffled rows, scale tiles", padding=padding)
+
+
+def _limit_reasons(spec: MoESpec) -> list[Reason]:
+    reasons = []
+    for what, size, most in (("experts", spec.num_experts, _MAX_EXPERTS), ("experts a token", spec.top_k, _MAX_TOP_K)):
+        if size > most:
+            cure = "leave fp4moe.backend out, so that another backend is chosen"
+            reasons.append(Reason(ReasonCode.SHAPE, f"at most {most} {what}", str(size), cure))
+    return reasons
+
+
+@cache
+def _weight(name: str, mode: Mode, placing: Placing, common: bool, has_bias: bool) -> dict[str, Prepared]:
+    """Arguments of ``experts_args`` for one weight. Cached, so that equal layers share their recipes."""
+    codes, scale, glob = Operand(name), Operand(f"{name}_scale"), Operand(f"{name}_global")
+    suffix = f"trtllm_{mode.name}"
+    ready = {
+        name: Prepared(f"{name}_{suffix}", partial(_codes, name, mode, placing), (codes, scale)),
+        f"{name}_scale": Prepared(f"{name}_scale_{suffix}", partial(_scales, name, mode, placing), (scale,)),
+    }
+    nvfp4 = mode.activations == "nvfp4"
+    if nvfp4:
+        factors = partial(_w13_factors, placing, common) if name == "w13" else partial(_w2_factors, placing)
+        ready[f"{name}_global"] = Prepared(f"{name}_factors_{suffix}", factors, (glob,))
+    if has_bias:
+        bias = partial(_unit_bias if nvfp4 else _bias, name, placing)
+        of = (Operand(f"{name}_bias"), glob) if nvfp4 else (Operand(f"{name}_bias"),)
+        ready[f"{name}_bias"] = Prepared(f"{name}_bias_{suffix}", bias, of)
+    return ready
+
+
+def _codes(name: str, mode: Mode, placing: Placing, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return shuffle_rows(placing.codes(name, mode.weights, codes, scale))
+
+
+def _scales(name: str, mode: Mode, placing: Placing, scale: torch.Tensor) -> torch.Tensor:
+    return to_trtllm_scales(placing.scales(name, mode.weights, scale))
+
+
+def _w13_factors(placing: Placing, common: bool, global_scale: torch.Tensor) -> torch.Tensor:
+    """float32 [3, E]: ``output1``, gate's and up's units, for activations of factor 1."""
+    gate, up = placing.globals(common, global_scale)
+    one = torch.ones_like(gate)
+    scales = trtllm_scales(gate, up, one, one, one * PRODUCT_FACTOR)
+    return torch.stack((scales.output1, scales.gate_unit, scales.up_unit))
+
+
+def _w2_factors(placing: Placing, global_scale: torch.Tensor) -> torch.Tensor:
+    return expert_globals(global_scale, placing.num_experts) * PRODUCT_FACTOR
+
+
+def _bias(name: str, placing: Placing, bias: torch.Tensor) -> torch.Tensor:
+    return shuffle_rows(placing.rows(name, bias.to(torch.float32)))
+
+
+def _unit_bias(name: str, placing: Placing, bias: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """A bias as accumulators have it: w2's finished, w13's for activations of factor 1."""
+    bias = bias.to(torch.float32)
+    if name == "w2":
+        return _bias(name, placing, in_units(bias, _w2_factors(placing, global_scale)))
+    gate, up = placing.globals(False, global_scale)
+    if up is None or placing.source is None:
+        return _bias(name, placing, in_units(bias, gate))
+    return _bias(name, placing, bias_in_units(bias, placing.source, gate, up))
