@@ -11,6 +11,7 @@ from ..reasons import ReasonCode
 from ..spec import ActivationSpec, MoESpec
 from .base import KernelBackend
 from .cpu import CpuBackend
+from .flashinfer_b12x import FlashinferB12xBackend
 from .flashinfer_cutedsl import FlashinferCutedslBackend
 from .flashinfer_cutlass import FlashinferCutlassBackend
 from .flashinfer_trtllm import FlashinferTrtllmBackend
@@ -22,6 +23,7 @@ BACKENDS: tuple[KernelBackend, ...] = (
     FlashinferTrtllmBackend(),
     FlashinferCutlassBackend(),
     FlashinferCutedslBackend(),
+    FlashinferB12xBackend(),
     CpuBackend(),
     ReferenceBackend(),
 )

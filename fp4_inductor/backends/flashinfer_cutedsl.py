@@ -23,6 +23,7 @@ from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import MoESpec, Operand
 from .base import ExpertsCall, define_experts_op, experts_args
 from .flashinfer_common import (
+    PROBE_ERRORS,
     Mode,
     activation_function,
     choose_mode,
@@ -127,6 +128,9 @@ class FlashinferCutedslBackend:
         reasons = (*common_reasons(MODES, spec, device), *cute_reasons(spec, device), *_limit_reasons(spec))
         return Verdict(self.name, reasons)
 
+    def probe_errors(self) -> tuple[type[Exception], ...]:
+        return PROBE_ERRORS
+
     def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
         """Below FlashInfer's others, since it is not measured and compiles kernels as they are called."""
         return 15
@@ -142,8 +146,8 @@ class FlashinferCutedslBackend:
             **_globals(mode, placing, not linear_in_up(spec.activation, has_bias=False)),
         }
         args = experts_args(spec, **ready)  # type: ignore[arg-type]
-        padding = padding_text(spec, mode.rows)
-        return KernelPlan(_OPS[mode.name], args, layout="blocks of 64 rows, scale tiles", padding=padding)
+        padding, layout = padding_text(spec, mode.rows), "blocks of 64 rows, scale tiles"
+        return KernelPlan(_OPS[mode.name], args, layout=layout, padding=padding, activations=mode.activations)
 
 
 def _limit_reasons(spec: MoESpec) -> list[Reason]:
