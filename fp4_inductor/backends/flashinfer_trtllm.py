@@ -31,11 +31,12 @@ from .flashinfer_common import (
     by_expert,
     choose_mode,
     common_reasons,
+    half_reasons,
     padded_hidden,
     padding_text,
     unless_empty,
 )
-from .flashinfer_weights import PRODUCT_FACTOR, Placing
+from .flashinfer_weights import PRODUCT_FACTOR, Placing, nonzero
 
 _SM_100_103 = frozenset({100, 103})
 MODES = (
@@ -144,7 +145,8 @@ class FlashinferTrtllmBackend:
     name = "flashinfer_trtllm"
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
-        return Verdict(self.name, (*common_reasons(MODES, spec, device), *_limit_reasons(spec)))
+        half = half_reasons(spec, common=_needs_common_globals(spec))
+        return Verdict(self.name, (*common_reasons(MODES, spec, device), *half, *_limit_reasons(spec)))
 
     def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
         """Below ``triton_w4a16``, since it is not measured."""
@@ -157,8 +159,7 @@ class FlashinferTrtllmBackend:
         mode = choose_mode(MODES, spec, device)
         assert mode is not None, "check refuses it"
         placing = Placing.of(spec, mode.rows)
-        # One limit meets gate and up in the units of their accumulators.
-        common = spec.activation.limit is not None
+        common = _needs_common_globals(spec)
         ready: dict[str, PlanArg] = {
             **_weight("w13", mode, placing, common, spec.has_w13_bias),
             **_weight("w2", mode, placing, common, spec.has_w2_bias),
@@ -166,6 +167,11 @@ class FlashinferTrtllmBackend:
         args = experts_args(spec, **ready)  # type: ignore[arg-type]
         padding, layout = padding_text(spec, mode.rows), "shuffled rows, scale tiles"
         return KernelPlan(_OPS[mode.name], args, layout=layout, padding=padding, activations=mode.activations)
+
+
+def _needs_common_globals(spec: MoESpec) -> bool:
+    """One limit meets gate and up in the units of their accumulators."""
+    return spec.activation.limit is not None
 
 
 def _limit_reasons(spec: MoESpec) -> list[Reason]:
@@ -214,7 +220,7 @@ def _w13_factors(placing: Placing, common: bool, global_scale: torch.Tensor) -> 
 
 
 def _w2_factors(placing: Placing, global_scale: torch.Tensor) -> torch.Tensor:
-    return expert_globals(global_scale, placing.num_experts) * PRODUCT_FACTOR
+    return expert_globals(nonzero(global_scale), placing.num_experts) * PRODUCT_FACTOR
 
 
 def _bias(name: str, placing: Placing, bias: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from fp4_inductor.backends.flashinfer_cutedsl import FlashinferCutedslBackend
 from fp4_inductor.formats import MXFP4, NVFP4
 from fp4_inductor.layouts.exactness import InexactWeightsError
 from fp4_inductor.plan import prepare, run_plan
-from fp4_inductor.spec import RUNTIME, ActivationSpec, GateUpOrder, Operand
+from fp4_inductor.spec import RUNTIME, ActivationSpec, GateUpOrder, GlobalGrain, Operand
 
 LIBRARIES = (("flashinfer-python", "0.7.2.post1"), ("triton", "3.6.0"))
 GEGLU_TANH, RELU2 = ActivationSpec("gelu_tanh"), ActivationSpec("relu2", gated=False)
@@ -154,8 +154,13 @@ def test_unequal_globals_that_no_scalar_holds_are_refused(mode: str, activation:
 
 @pytest.mark.parametrize("mode", NVFP4_MODES)
 def test_globals_by_row_are_refused(mode: str) -> None:
+    made = case(mode, global_scale="row")
+    backend, arch, *_ = MODES[mode]
+    reasons = backend.check(made.spec, device(arch)).reasons
+    assert [reason.need for reason in reasons] == [f"one global scale an expert in {name}" for name in ("w13", "w2")]
+    told_otherwise = replace(made.spec, w13_global=GlobalGrain.EXPERT, w2_global=GlobalGrain.EXPERT)
     with pytest.raises(InexactWeightsError, match="one global scale an expert"):
-        run(mode, case(mode, global_scale="row"))
+        run(mode, MoECase(told_otherwise, made.operands))
 
 
 @pytest.mark.parametrize("mode", NVFP4_MODES)
