@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from flashinfer_stand_in import CUTLASS, FP4_QUANTIZE, TRTLLM, stand_in
+from flashinfer_stand_in import CUTLASS, FP4_QUANTIZE, TRTLLM_FROM_LOGITS, stand_in
 from models import pack_experts, randomize_biases, tiny_model, token_ids
 from test_flashinfer_checks import device
 
@@ -19,13 +19,13 @@ from fp4_inductor.dynamo_backend import compile_with
     ("family", "fmt", "arch", "options", "expected"),
     [
         ("gpt_oss", "mxfp4", "sm_90", Options("flashinfer_cutlass"), [CUTLASS]),
-        ("gpt_oss", "mxfp4", "sm_100", Options("flashinfer_trtllm"), [TRTLLM]),
+        ("gpt_oss", "mxfp4", "sm_100", Options("flashinfer_trtllm"), [TRTLLM_FROM_LOGITS]),
         (
             "qwen3_moe",
             "nvfp4",
             "sm_103",
             Options("flashinfer_trtllm", activation_format="nvfp4"),
-            [FP4_QUANTIZE, TRTLLM],
+            [FP4_QUANTIZE, TRTLLM_FROM_LOGITS],
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
