@@ -65,6 +65,13 @@ def test_devices_and_activations_are_their_runners(mode: Mode, monkeypatch: pyte
     assert mode.functions == theirs - {"Geglu", "Situ"}, "which GELU it is, nothing says; no graph has SiTU"
 
 
+@pytest.mark.parametrize("mode", flashinfer_cutlass.MODES, ids=str)
+def test_activations_are_those_of_cutlass_runners(mode: Mode) -> None:
+    names = {"bf16": "CutlassW4A16Runner", "mxfp8": "CutlassMxfp8Mxfp4Runner", "nvfp4": "CutlassNvfp4Runner"}
+    theirs = real(f"fused_moe.runners.{names[mode.name]}").supported_activation_classes
+    assert mode.functions == {activation.type.name for activation in theirs} - {"Situ", "Identity"}
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("order", GateUpOrder, ids=str)
