@@ -18,7 +18,7 @@ import torch
 from ..device import DeviceInfo
 from ..formats import MXFP4, NVFP4
 from ..layouts.b12x import require_packable, require_packable_globals
-from ..layouts.global_scales import expert_globals, linear_in_up
+from ..layouts.global_scales import expert_globals
 from ..layouts.kernel_rows import B12X, B12X_BF16
 from ..layouts.kernel_scales import b12x_scales, cutedsl_scales
 from ..layouts.scale_128x4 import mma_scale_view, to_scale_tiles
@@ -33,11 +33,22 @@ from .flashinfer_common import (
     activation_function,
     choose_mode,
     common_reasons,
+    half_reasons,
     padded_hidden,
     padding_text,
     unless_empty,
 )
-from .flashinfer_cute_common import aligned_rows, cute_reasons, joined, ones, pieces, routes, swiglu_knobs, weight
+from .flashinfer_cute_common import (
+    aligned_rows,
+    cute_reasons,
+    joined,
+    needs_common_globals,
+    ones,
+    pieces,
+    routes,
+    swiglu_knobs,
+    weight,
+)
 from .flashinfer_weights import PRODUCT_FACTOR, Placing
 
 _SM_120_121 = frozenset({120, 121})
@@ -143,7 +154,13 @@ class FlashinferB12xBackend:
     name = "flashinfer_b12x"
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
-        reasons = (*common_reasons(MODES, spec, device), *cute_reasons(spec, device), *_knob_reasons(spec, device))
+        half = half_reasons(spec, common=needs_common_globals(spec))
+        reasons = (
+            *common_reasons(MODES, spec, device),
+            *half,
+            *cute_reasons(spec, device),
+            *_knob_reasons(spec, device),
+        )
         return Verdict(self.name, reasons)
 
     def probe_errors(self) -> tuple[type[Exception], ...]:
@@ -161,7 +178,7 @@ class FlashinferB12xBackend:
         ready: dict[str, PlanArg] = {
             **weight("w13", suffix, mode, placing),
             **weight("w2", suffix, mode, placing),
-            **_globals(mode, placing, not linear_in_up(spec.activation, has_bias=False)),
+            **_globals(mode, placing, needs_common_globals(spec)),
         }
         if mode.activations is None:
             ready |= _packable(placing)

@@ -138,18 +138,36 @@ def test_unequal_globals_of_gate_and_up(mode: str) -> None:
     check(mode, with_gate_and_up(made, factor, factor * (torch.rand(5, 1) + 0.5)))
 
 
-@pytest.mark.parametrize("mode", NVFP4_MODES)
+@pytest.mark.parametrize("mode", ["cutedsl-bf16", *QUANTISED])
 @pytest.mark.parametrize("activation", [ActivationSpec("silu", beta=0.7), CLAMPED_SWIGLU], ids=str)
 def test_unequal_globals_that_no_scalar_holds_are_refused(mode: str, activation: ActivationSpec) -> None:
+    """Before a weight is seen; were it told otherwise, when it sees them."""
     made = case(mode, activation=activation)
+    check(mode, made)
+    factor = made.operands[Operand.W13_GLOBAL]
+    apart = with_gate_and_up(made, factor, factor * 1.7)
     backend, arch, *_ = MODES[mode]
-    if backend.check(made.spec, device(arch)).ok:
-        factor = made.operands[Operand.W13_GLOBAL]
-        with pytest.raises(InexactWeightsError, match="one global scale for gate and up"):
-            run(mode, with_gate_and_up(made, factor, factor * 1.7))
-        check(mode, made)
+    (reason,) = backend.check(apart.spec, device(arch)).reasons
+    assert reason.need == f"one global scale for gate and up of an expert, for {activation}"
+    with pytest.raises(InexactWeightsError, match="one global scale for gate and up"):
+        run(mode, MoECase(made.spec, apart.operands))
+
+
+@pytest.mark.parametrize("mode", NVFP4_MODES)
+@pytest.mark.parametrize("zero", ["all", "gate", "up", "w2"])
+def test_globals_of_zero(mode: str, zero: str) -> None:
+    """Those of an expert whose weights are all zero."""
+    made = case(mode, idle_expert=False)
+    used = int(made.operands[Operand.TOPK_IDS][0, 0])
+    gate, up, w2 = (made.operands[Operand(name)].clone() for name in ("w13_global", "w13_global", "w2_global"))
+    for name, factor in (("gate", gate), ("up", up), ("w2", w2)):
+        factor[used] = 0.0 if zero in ("all", name) else factor[used]
+    made = with_gate_and_up(MoECase(made.spec, {**made.operands, Operand.W2_GLOBAL: w2}), gate, up)
+    if (mode, zero) == ("b12x-bf16", "gate"):
+        with pytest.raises(InexactWeightsError, match="global scales below 256"):
+            run(mode, made)
     else:
-        assert mode == "b12x-bf16", "it has no such knobs"
+        check(mode, made)
 
 
 @pytest.mark.parametrize("mode", NVFP4_MODES)

@@ -15,7 +15,7 @@ from fp4_inductor.backends.base import ProbedBackend
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
 from fp4_inductor.reasons import ReasonCode
 from fp4_inductor.select import select
-from fp4_inductor.spec import ActivationSpec, ExpertRange, MoESpec, RouterSpec, Scoring
+from fp4_inductor.spec import ActivationSpec, ExpertRange, GlobalGrain, MoESpec, RouterSpec, Scoring
 
 ARCHITECTURES = ("cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 CUTEDSL, B12X = "flashinfer_cutedsl", "flashinfer_b12x"
@@ -104,10 +104,12 @@ def test_all_reasons_at_once(name: str) -> None:
         local_experts=ExpertRange(0, 64, 128),
         has_w13_bias=True,
         has_w2_bias=True,
+        w13_global=GlobalGrain.HALF,
+        w2_global=GlobalGrain.ROW,
     )
     c = ReasonCode
-    expected = [c.CAPABILITY, c.LIBRARY, c.ACTIVATION, c.SHAPE, c.SHAPE, c.DTYPE, c.DTYPE, c.DTYPE, c.ROUTING]
-    own = [c.PARALLEL, c.LIBRARY, c.ACTIVATION, c.BIAS]
+    expected = [c.CAPABILITY, c.LIBRARY, c.ACTIVATION, c.SHAPE, c.SHAPE, c.DTYPE, c.DTYPE, c.DTYPE, c.FORMAT, c.ROUTING]
+    own = [c.PARALLEL, c.FORMAT, c.LIBRARY, c.ACTIVATION, c.BIAS]
     assert codes(name, spec, device("sm_80", flashinfer_python=None, triton=None)) == expected + own
 
 
@@ -162,6 +164,20 @@ def test_activations(allowed: str | None) -> None:
         assert not asked(CUTEDSL, activation)
         # Its kernels for bfloat16 activations know SiLU and squared ReLU alone, and none of the knobs.
         assert asked(B12X, activation) == (refused if allowed is None else []), activation
+
+
+@names
+def test_global_scales_of_gate_and_up(name: str) -> None:
+    """Up's may differ where it passes through the activation, and else is refused before weights are read."""
+    for allowed in (None, "nvfp4"):
+        spec = block(w13_global=GlobalGrain.HALF, activation_format=allowed)
+        assert not codes(name, spec)
+        assert not codes(name, replace(spec, w13_global=GlobalGrain.EXPERT, w2_global=GlobalGrain.EXPERT))
+        assert codes(name, replace(spec, w13_global=GlobalGrain.ROW)) == [ReasonCode.FORMAT]
+        assert codes(name, replace(spec, w2_global=GlobalGrain.ROW)) == [ReasonCode.FORMAT]
+    for activation in KNOBS:
+        spec = block(w13_global=GlobalGrain.HALF, activation=activation, activation_format="nvfp4")
+        assert codes(name, spec) == [ReasonCode.FORMAT], activation
 
 
 def test_limits_of_the_routing_kernel() -> None:
