@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -15,7 +16,7 @@ from .parts import some
 from .placing import Placement
 from .weights import Fp4Weight, Weight
 
-_STACK, _JOIN = "MergeModulelist", "Concatenate"
+_STACK, _JOIN, _ALTERNATE = "MergeModulelist", "Concatenate", "Interleave"
 _TURN = "Transpose"
 """Says how an unquantised checkpoint is stored; in a packed one the axis of the blocks says it."""
 
@@ -30,7 +31,7 @@ def assembled_shape(placement: Placement, num_experts: int) -> tuple[int, ...]:
         CheckpointError: operations that packed rows cannot go through, or weights that are missing.
     """
     names = [type(operation).__name__ for operation in placement.operations]
-    unknown = [name for name in names if name not in (_STACK, _JOIN, _TURN)]
+    unknown = [name for name in names if name not in (_STACK, _JOIN, _TURN, _ALTERNATE)]
     if unknown or len(placement.targets) > 1:
         what = ", ".join(unknown) or f"a split into {len(placement.targets)}"
         _refuse(placement, "rows that are only stacked or joined", f"{what}, which no packed weight goes through")
@@ -45,12 +46,16 @@ def assembled_shape(placement: Placement, num_experts: int) -> tuple[int, ...]:
     shapes = [weight.shape for weight in placement.weights]
     first = shapes[0]
     rows_of = [group[0].shape[-2] for group in placement.sources]
-    if any((*shape[:-2], shape[-1]) != (*first[:-2], first[-1]) for shape in shapes):
+    if any((*shape[:-2], shape[-1]) != (*first[:-2], first[-1]) for shape in shapes) or any(
+        len({weight.shape for weight in group}) > 1 for group in placement.sources
+    ):
         _refuse(placement, "weights of one shape but for their rows", str(sorted({str(list(s)) for s in shapes})))
-    for operation in placement.operations:
-        axis = operation.dim if type(operation).__name__ in (_STACK, _JOIN) else None
-        if axis is not None and axis != (0 if type(operation).__name__ == _STACK else len(leading + first) - 2):
-            _refuse(placement, "experts stacked first and rows joined", f"{operation} over axis {axis}")
+    row_axis = len(leading + first) - 2
+    for name, operation in zip(names, placement.operations, strict=True):
+        if name in (_STACK, _JOIN, _ALTERNATE) and operation.dim != (0 if name == _STACK else row_axis):
+            _refuse(placement, "experts stacked first and rows joined", f"{name} over axis {operation.dim}")
+        if name == _ALTERNATE and (not operation.inverse or len(rows_of) != 2 or len(set(rows_of)) != 1):
+            _refuse(placement, "rows of gate and up that are put in turns", f"{name} of rows {rows_of}")
     return (*leading, *first[:-2], sum(rows_of), first[-1])
 
 
@@ -65,16 +70,15 @@ def assemble(placement: Placement, shape: tuple[int, ...]) -> PackedTensors:
         ``[..., N]`` where rows differ, or None.
     """
     weights = _fp4(placement.weights)
-    if len(weights) == 1 and _STACK not in {type(operation).__name__ for operation in placement.operations}:
+    stacked = _STACK in {type(operation).__name__ for operation in placement.operations}
+    if len(weights) == 1 and not stacked:
         return weights[0].read()
     fmt = weights[0].format
     codes = torch.empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8, device="cpu")
     scale = torch.empty(*shape[:-1], shape[-1] // fmt.block_size, dtype=fmt.scale_dtype, device="cpu")
-    stacked = len(shape) > len(weights[0].shape)
     global_scales: list[torch.Tensor] = []
-    start = 0
-    for group in placement.sources:
-        rows = slice(start, start + group[0].shape[-2])
+    slices = _rows(placement)
+    for group, rows in zip(placement.sources, slices, strict=True):
         of_group = []
         for index, weight in enumerate(_fp4(group)):
             tensors = weight.read()
@@ -84,9 +88,16 @@ def assemble(placement: Placement, shape: tuple[int, ...]) -> PackedTensors:
         if fmt.has_global_scale:
             present = [number for number in of_group if number is not None]
             global_scales.append(torch.stack(present) if stacked else present[0])
-        start = rows.stop
-    row_counts = [group[0].shape[-2] for group in placement.sources]
-    return PackedTensors(codes, scale, _join_global_scales(global_scales, row_counts) if global_scales else None)
+    return PackedTensors(codes, scale, _join_global_scales(global_scales, slices, shape) if global_scales else None)
+
+
+def _rows(placement: Placement) -> list[slice]:
+    """Where the rows of each group go: one group after the other, or in turns."""
+    counts = [group[0].shape[-2] for group in placement.sources]
+    if _ALTERNATE in {type(operation).__name__ for operation in placement.operations}:
+        return [slice(first, None, len(counts)) for first in range(len(counts))]
+    ends = list(itertools.accumulate(counts))
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def orient(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
@@ -157,11 +168,14 @@ def rows_of_pairs(module: nn.Module, name: str, tensors: PackedTensors) -> Packe
     return tensors._replace(global_scale=spread)
 
 
-def _join_global_scales(groups: list[torch.Tensor], rows: list[int]) -> torch.Tensor:
+def _join_global_scales(groups: list[torch.Tensor], slices: list[slice], shape: tuple[int, ...]) -> torch.Tensor:
     """One number per expert where all rows share it, else one per row."""
     if all(group.shape[-1] == 1 and torch.equal(group, groups[0]) for group in groups):
         return groups[0]
-    return torch.cat([group.expand(*group.shape[:-1], n) for group, n in zip(groups, rows, strict=True)], dim=-1)
+    joined = torch.empty(*shape[:-1], dtype=torch.float32, device="cpu")
+    for group, rows in zip(groups, slices, strict=True):
+        joined[..., rows] = group
+    return joined
 
 
 def _check_experts(placement: Placement, group: tuple[Weight, ...], num_experts: int) -> None:

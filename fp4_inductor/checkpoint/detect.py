@@ -6,12 +6,13 @@ import re
 from functools import partial
 
 from ..errors import CheckpointError
-from . import compressed_tensors, deepseek_v4, gpt_oss, modelopt, openai_gpt_oss
+from . import compressed_tensors, deepseek_v4, fp8, gpt_oss, modelopt, openai_gpt_oss, torchao
 from .files import SafetensorsFiles
 from .parts import some
+from .refusals import refuse_by_name, refuse_left_over, refuse_ue5m3
 from .weights import Fp4Weight, PlainWeight, Weight
 
-LAYOUTS = (gpt_oss, openai_gpt_oss, modelopt, compressed_tensors, deepseek_v4)
+LAYOUTS = (gpt_oss, openai_gpt_oss, modelopt, compressed_tensors, deepseek_v4, torchao)
 
 ACTIVATION_SCALES = re.compile(r"[._](input_scale|input_scale_2|input_global_scale|output_scale|[qkv]_scale)$")
 """Scales of activations and of the cache: weights are FP4 here, what flows through them is not."""
@@ -21,11 +22,13 @@ def find_weights(files: SafetensorsFiles) -> list[Weight]:
     """Every weight of the checkpoint, FP4 or not, under the name that an unquantised one would give it.
 
     Raises:
-        CheckpointError: no FP4 weight, a tensor that two layouts claim, or a weight that lacks a part.
+        CheckpointError: no FP4 weight, a tensor that two layouts claim, a weight that lacks a part, or a checkpoint
+            that means something else by its FP4 bytes.
     """
+    refuse_by_name(files)
     weights: list[Weight] = []
     claimed: dict[str, str] = {}
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, fp8):
         for weight in layout.find(files):
             for key in weight.keys:
                 if claimed.setdefault(key, layout.DESCRIPTION) != layout.DESCRIPTION:
@@ -39,6 +42,8 @@ def find_weights(files: SafetensorsFiles) -> list[Weight]:
             where=str(files.folder),
             now="weights that are not FP4 load with transformers; then call quantize_",
         )
+    refuse_ue5m3(files, weights)
+    refuse_left_over(files, claimed)
     for key, stored in files.tensors.items():
         if key not in claimed and not ACTIVATION_SCALES.search(key):
             weights.append(PlainWeight(key, stored.shape, stored.dtype, (key,), partial(files.read, key)))

@@ -185,6 +185,7 @@ def _check_tensor(empty: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...
             needed=f"{empty.dtype} of shape {list(empty.shape)}",
             got=f"{dtype} of shape {list(shape)}",
             where=where,
+            now="a quantised weight needs its scales beside it; export the checkpoint again",
         )
 
 

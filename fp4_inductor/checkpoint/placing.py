@@ -87,6 +87,7 @@ class _Names:
         table = get_model_conversion_mapping(model)
         self.renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
         self.converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+        self.converters += _expert_converters(model)
         self.of_pattern = {pattern: entry for entry in self.converters for pattern in entry.source_patterns}
 
     def find(self, weight: Weight) -> tuple[tuple[str, ...], str]:
@@ -109,6 +110,31 @@ class _Names:
     def _renamed(self, name: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
         found: tuple[str, str | None] = self.rename(name, renamings, converters, self.prefix, self.expected)
         return found
+
+
+def _expert_converters(model: Any) -> list[Any]:
+    """How experts that a file keeps one by one are stacked, also in models that transformers' table says nothing of.
+
+    Exporters write them so for every model. What a class does not say, the order of gate and up, is not guessed.
+    """
+    from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, WeightConverter
+
+    orders = {
+        module.is_concatenated
+        for module in model.modules()
+        if "gate_up_proj" in module._parameters and isinstance(getattr(module, "is_concatenated", None), bool)
+    }
+    if len(orders) != 1:
+        return []
+    alternate = [] if orders.pop() else [Interleave(dim=1, inverse=True)]
+    converters = []
+    for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
+        for kind, ending in (("weight", ""), ("bias", "_bias")):
+            pair, one = [[rf"\.experts\.\d+\.{name}\.{kind}$" for name in names] for names in ((gate, up), (down,))]
+            join = [MergeModulelist(dim=0), Concatenate(dim=1), *alternate]
+            converters.append(WeightConverter(pair, f".experts.gate_up_proj{ending}", join))
+            converters.append(WeightConverter(one, f".experts.down_proj{ending}", [MergeModulelist(dim=0)]))
+    return converters
 
 
 def _placement(names: _Names, targets: tuple[str, ...], by_pattern: dict[str, list[Weight]]) -> Placement:

@@ -129,6 +129,7 @@ _EXPERTS: dict[str, dict[str, Any]] = {
 PER_EXPERT = {
     "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
     "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),
+    "gpt_oss": ("gate_proj", "up_proj", "down_proj"),
     "mixtral": ("w1", "w3", "w2"),
 }
 
@@ -160,7 +161,11 @@ def write_per_expert(
     for name, shape in shapes_of(config).items():
         stem, _, last = name.rpartition(".")
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            _write_experts(made, linear, name, tuple(shape), PER_EXPERT[family], generator)
+            turned = family == "gpt_oss"
+            experts, n, k = (shape[0], shape[2], shape[1]) if turned else shape
+            _write_experts(made, linear, name, (experts, n, k), PER_EXPERT[family], generator, turned)
+        elif family == "gpt_oss" and name.endswith("_proj_bias"):
+            _write_biases(made, name, shape, generator)
         elif dense and "self_attn" in name and last == "weight" and "norm" not in name:
             weight = linear.random(tuple(shape), generator)
             made.tensors |= linear.tensors(stem, weight, generator)
@@ -181,7 +186,9 @@ def _write_experts(
     shape: tuple[int, ...],
     parts: tuple[str, str, str],
     generator: torch.Generator,
+    turned: bool,
 ) -> None:
+    """``turned``: the module keeps ``[E, K, N]``, gate and up in turns, as gpt-oss does."""
     stem, _, last = name.rpartition(".")
     gate, up, down = parts
     names = (gate, up) if last == "gate_up_proj" else (down,)
@@ -191,8 +198,21 @@ def _write_experts(
         for index, part in enumerate(names):
             weight = linear.random((rows, shape[2]), generator)
             made.tensors |= linear.tensors(f"{stem}.{expert}.{part}", weight, generator)
-            exact[expert, index * rows : (index + 1) * rows] = weight.exact()
-    made.exact[name] = exact
+            of_part = slice(index, None, len(names)) if turned else slice(index * rows, (index + 1) * rows)
+            exact[expert, of_part] = weight.exact()
+    made.exact[name] = exact.mT if turned else exact
+
+
+def _write_biases(made: Checkpoint, name: str, shape: torch.Size, generator: torch.Generator) -> None:
+    """Biases of gpt-oss' experts, one by one, as exporters that take experts apart write them."""
+    value = made.plain[name] = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    stem = name.rpartition(".")[0]
+    for expert in range(shape[0]):
+        if "gate_up" in name:
+            made.tensors[f"{stem}.{expert}.gate_proj.bias"] = value[expert, 0::2].contiguous()
+            made.tensors[f"{stem}.{expert}.up_proj.bias"] = value[expert, 1::2].contiguous()
+        else:
+            made.tensors[f"{stem}.{expert}.down_proj.bias"] = value[expert].contiguous()
 
 
 def write_stacked(
@@ -226,7 +246,7 @@ def write_stacked(
             made.tensors[f"{name}_input_scale"] = torch.rand((), generator=generator)
             weight.global_scale = _by_row(stored[:1, :1] if scales == "one" else stored, n, family).double()
         made.exact[name] = weight.exact().mT if turned else weight.exact()
-    save_config(folder, config, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    save_config(folder, config, {"quant_method": "modelopt", "quant_algo": "NVFP4" if is_e4m3 else "mxfp4"})
     made.rewrite()
     return made
 

@@ -16,9 +16,11 @@ pytest.importorskip("safetensors")
 from exporter_decoder import decode_folder, expected_parameter
 from fp4_values import e4m3_values, nearest_bfloat16
 from layout_writers import LINEARS, Checkpoint, write_per_expert, write_stacked
+from torchao_writer import write_torchao
 
 from fp4_inductor.checkpoint import load
 from fp4_inductor.checkpoint.weights import multiplier
+from fp4_inductor.errors import CheckpointError
 from fp4_inductor.modules import carried_weights
 
 
@@ -58,7 +60,7 @@ def test_experts_by_themselves_and_dense_layers(layout: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors mxfp4", "modelopt nvfp4"])
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_names_of_other_families(family: str, layout: str, tmp_path: Path) -> None:
     made = write_per_expert(tmp_path, layout, family, dense=False, num_experts_per_tok=2)
     model = load(tmp_path)
@@ -141,3 +143,19 @@ def test_divisors_decode_as_division_does() -> None:
     assert torch.equal((products.float() * found.unsqueeze(-1)).to(torch.bfloat16), exact)
     assert not torch.equal((products.float() * (1 / divisor).unsqueeze(-1)).to(torch.bfloat16), exact)
     assert ((found.double() * divisor.double() - 1).abs() < 4e-7).all()
+
+
+@pytest.mark.parametrize("swizzled", [False, True], ids=["rows", "tiles"])
+@pytest.mark.parametrize("is_e4m3", [True, False], ids=["nvfp4", "mxfp4"])
+def test_torchao(is_e4m3: bool, swizzled: bool, tmp_path: Path) -> None:
+    made = write_torchao(tmp_path, is_e4m3=is_e4m3, swizzled=swizzled)
+    model = load(tmp_path)
+    assert_exact(model, made)
+    assert_runs(model)
+
+
+def test_torchao_without_its_description_is_refused(tmp_path: Path) -> None:
+    made = write_torchao(tmp_path, is_e4m3=True, swizzled=False)
+    made.rewrite()
+    with pytest.raises(CheckpointError, match="scales could be in rows or in tiles"):
+        load(tmp_path)
