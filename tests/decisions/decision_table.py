@@ -22,7 +22,7 @@ from fp4_inductor.select import Selection, select
 from fp4_inductor.spec import ActivationSpec, GateUpOrder, MoESpec, Operand, RouterSpec, Scoring
 
 PATH = Path(__file__).parents[2] / "DECISIONS.md"
-LIBRARIES = (("triton", "3.6.0"), ("flashinfer-python", "0.7.2.post1"))
+LIBRARIES = (("triton", "3.6.0"), ("flashinfer-python", "0.7.2.post1"), ("c++", "g++"))
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "cpu")
 DEVICES = {name: replace(DeviceInfo.parse(name), libraries=LIBRARIES) for name in ARCHITECTURES}
 """Every known device, as it would be with every kernel library installed."""
