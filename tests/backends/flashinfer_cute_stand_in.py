@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -35,11 +36,15 @@ from fp4_inductor.layouts.scale_128x4 import from_mma_scale_view, from_scale_til
 
 CUTEDSL, B12X = "fused_moe.cute_dsl_fused_moe", "fused_moe.b12x_fused_moe"
 
+given_to_b12x: list[list[weakref.ref[torch.Tensor]]] = []
+"""The weights of each call for bfloat16 activations: what FlashInfer packs it keeps as long as these objects live."""
+
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Put the functions here in FlashInfer's place; returns the names of those called, as they are."""
     signatures = {name: inspect.signature(real(name)) for name in _FUNCTIONS} if INSTALLED else {}
     calls: list[str] = []
+    given_to_b12x.clear()
 
     def recorded(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -234,6 +239,8 @@ def b12x_fused_moe(
         assert input_global_scale is None
         assert fc2_input_scale is None
     if quant_mode == "w4a16":
+        objects = (w1_weight, w1_weight_sf, w1_alpha, w2_weight, w2_weight_sf, w2_alpha)
+        given_to_b12x.append([weakref.ref(tensor) for tensor in objects])
         w1, w2 = (packed_weights(*pair) for pair in ((w1_weight, w1_weight_sf), (w2_weight, w2_weight_sf)))
     else:
         w1, w2 = (weights_under_view(*pair, block) for pair in ((w1_weight, w1_weight_sf), (w2_weight, w2_weight_sf)))
@@ -248,8 +255,6 @@ def packed_weights(codes: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
     is_like(tiles, torch.float8_e4m3fn, experts, -(-rows // 128) * 128, -(-columns // 64) * 4)
     assert codes.is_contiguous()
     assert tiles.is_contiguous()
-    assert codes._base is None, "FlashInfer keeps what it packs as long as these objects live"
-    assert tiles._base is None, "FlashInfer keeps what it packs as long as these objects live"
     scale = from_scale_tiles(tiles, rows, columns // 16).double()
     factor = 2.0 ** float((448 / scale.amax()).log2().floor())
     return values(codes, torch.where(scale * factor < 2.0**-6, 0.0, scale))
