@@ -21,7 +21,7 @@ from .errors import NoBackendError
 from .layouts.gate_up import join_gate_up, row_order
 from .layouts.padding import round_up
 from .patterns.router_formulas import router_reference
-from .plan import run_plan
+from .plan import prepare, run_plan
 from .random_layer import random_weights
 from .reasons import Reason, ReasonCode
 from .reference import moe_reference
@@ -30,7 +30,10 @@ from .verify import relative_errors, tolerances
 
 logger = logging.getLogger(__name__)
 
-_TOKENS, _MOST_TOKENS = 32, 1024
+_COUNTS = {"cuda": (1, 32, 192, 1024)}
+"""Tokens of a trial: on a GPU from few to many an expert, since libraries have a kernel for each of some ranges."""
+_COUNT = (32,)
+_MOST_TOKENS = 1024
 _CURE = "see the log for all of it; leave fp4moe.backend out, so that another backend is chosen"
 _LONGEST_LINE = 300
 _tried: dict[tuple[str, MoESpec, DeviceInfo, torch.device], Reason | None] = {}
@@ -91,22 +94,34 @@ def _current(where: torch.device) -> contextlib.AbstractContextManager[object]:
 
 def _wrong_result(backend: ProbedBackend, spec: MoESpec, device: DeviceInfo, where: torch.device) -> Reason | None:
     plan = backend.plan(spec, device)
-    operands = _operands(spec, where)
-    out = run_plan(plan, {operand: tensor for operand, tensor in operands.items() if operand in plan.operands})
-    want = moe_reference(spec, operands, torch.float32).double()
-    assert (out.shape, out.dtype) == (want.shape, spec.out_dtype), (out.shape, out.dtype)
-    whole, per_token = relative_errors(want, out.double())
-    worst = float(per_token.max())
-    whole_limit, token_limit = tolerances(spec, plan.activations)
-    if whole <= whole_limit and worst <= token_limit:
-        return None
-    need = f"a small layer's result within {whole_limit:g} of the reference, each token within {token_limit:g}"
-    return Reason(ReasonCode.PROBE_FAILED, need, f"{whole:.3g}, and {worst:.3g} in a token", "please report this")
+    rng = torch.Generator(where).manual_seed(0)  # the user's own numbers stay what they are
+    weights = _weights(spec, where, rng)
+    ready = prepare(plan, weights)
+    for count in _token_counts(spec, where):
+        operands = {**weights, **_inputs(spec, count, where, rng)}
+        out = run_plan(plan, operands, ready)
+        want = moe_reference(spec, operands, torch.float32).double()
+        assert (out.shape, out.dtype) == (want.shape, spec.out_dtype), (out.shape, out.dtype)
+        whole, per_token = relative_errors(want, out.double())
+        worst = float(per_token.max())
+        limits = tolerances(spec, plan.activations)
+        # NaN compares false.
+        if not (whole <= limits[0] and worst <= limits[1]):
+            need = f"a small layer's result within {limits[0]:g} of the reference, each token within {limits[1]:g}"
+            got = f"{whole:.3g}, and {worst:.3g} in a token, of {count}"
+            return Reason(ReasonCode.PROBE_FAILED, need, got, "please report this")
+    return None
 
 
-def _operands(spec: MoESpec, where: torch.device) -> dict[Operand, torch.Tensor]:
-    """Random operands whose gates, ups and results are of order one; scores of a token's experts are distinct."""
-    rng = torch.Generator(where).manual_seed(0)
+def _token_counts(spec: MoESpec, where: torch.device) -> list[int]:
+    """Those of a trial that a graph may have, or the nearest, each once; at least one token."""
+    least = min(max(spec.num_tokens.min, 1), _MOST_TOKENS)
+    most = _MOST_TOKENS if spec.num_tokens.max is None else max(min(spec.num_tokens.max, _MOST_TOKENS), 1)
+    return sorted({min(max(count, least), most) for count in _COUNTS.get(where.type, _COUNT)})
+
+
+def _weights(spec: MoESpec, where: torch.device, rng: torch.Generator) -> dict[Operand, torch.Tensor]:
+    """Random weights for gates, ups and results of order one, and what else does not depend on tokens."""
     found = random_weights(spec, where, rng)
     if spec.w13_global is GlobalGrain.HALF:
         gate = found[Operand.W13_GLOBAL].expand(-1, spec.intermediate_size)
@@ -114,28 +129,27 @@ def _operands(spec: MoESpec, where: torch.device) -> dict[Operand, torch.Tensor]
     for field, knob in ACTIVATION_KNOBS.items():
         if getattr(spec.activation, field) is RUNTIME:
             found[knob] = torch.tensor(1.0, dtype=torch.float64)
-    tokens, experts = _num_tokens(spec), spec.num_experts
-    hidden = torch.randn(tokens, spec.hidden_size, generator=rng, device=where)
-    order = torch.rand(tokens, experts, generator=rng, device=where).argsort(dim=-1)
+    return found
+
+
+def _inputs(spec: MoESpec, count: int, where: torch.device, rng: torch.Generator) -> dict[Operand, torch.Tensor]:
+    """What differs from call to call, for kernels that route and for others; scores of a token are distinct."""
+    router, experts = spec.router, spec.num_experts
+    hidden = torch.randn(count, spec.hidden_size, generator=rng, device=where)
+    order = torch.rand(count, experts, generator=rng, device=where).argsort(dim=-1)
     logits = (order * (8 / experts) - 4).to(spec.act_dtype)
-    router = spec.router if isinstance(spec.router, RouterSpec) else None
-    if router is not None and router.has_bias:
-        found[Operand.ROUTER_BIAS] = torch.rand(experts, generator=rng, device=where)
-    if router is None or router.ids_given or router.num_null_experts or router.num_shared_experts:
-        weights, ids = logits.float().softmax(-1).topk(spec.top_k, dim=-1)
-    else:
-        factor, scale = 1.0, torch.ones(experts, device=where)
-        bias = found.get(Operand.ROUTER_BIAS)
+    found = {Operand.HIDDEN: hidden.to(spec.act_dtype), Operand.ROUTER_LOGITS: logits}
+    if isinstance(router, RouterSpec) and not (
+        router.ids_given or router.num_null_experts or router.num_shared_experts
+    ):
+        scale, factor = torch.ones(experts, device=where), 1.0
+        bias = torch.rand(experts, generator=rng, device=where) if router.has_bias else None
         ids, weights = router_reference(router, logits.float(), spec.top_k, bias, factor, expert_scale=scale)
-        found |= {Operand.ROUTER_LOGITS: logits, Operand.ROUTER_EXPERT_SCALE: scale}
-        found[Operand.ROUTER_SCALE] = torch.tensor(factor, device=where)
-    given = {Operand.HIDDEN: hidden.to(spec.act_dtype), Operand.TOPK_IDS: ids}
-    return {**found, **given, Operand.TOPK_WEIGHTS: weights.to(spec.weights_dtype)}
-
-
-def _num_tokens(spec: MoESpec) -> int:
-    wanted = min(max(_TOKENS, spec.num_tokens.min), _MOST_TOKENS)
-    return max(1, wanted if spec.num_tokens.max is None else min(wanted, spec.num_tokens.max))
+        found |= {Operand.ROUTER_EXPERT_SCALE: scale, Operand.ROUTER_SCALE: torch.tensor(factor, device=where)}
+        found |= {} if bias is None else {Operand.ROUTER_BIAS: bias}
+    else:
+        weights, ids = logits.float().softmax(-1).topk(spec.top_k, dim=-1)
+    return {**found, Operand.TOPK_IDS: ids, Operand.TOPK_WEIGHTS: weights.to(spec.weights_dtype)}
 
 
 def _text(error: Exception) -> str:

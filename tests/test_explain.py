@@ -94,7 +94,8 @@ WITH_FLASHINFER = (("triton", "3.6.0"), ("flashinfer-python", "0.7.2.post1"))
     [
         ("sm_80", None, "triton_w4a16", "moe_triton_w4a16_routed"),
         ("sm_90", None, "triton_w4a16", "moe_triton_w4a16_routed"),
-        ("sm_100", None, "flashinfer_trtllm", "moe_flashinfer_trtllm_bf16_routed"),
+        ("sm_100", None, "triton_w4a16", "moe_triton_w4a16_routed"),
+        ("sm_100", "mxfp8", "flashinfer_trtllm", "moe_flashinfer_trtllm_mxfp8_routed"),
         ("sm_103", None, "triton_w4a16", "moe_triton_w4a16_routed"),
         ("sm_103", "mxfp8", "flashinfer_trtllm", "moe_flashinfer_trtllm_mxfp8_routed"),
         ("sm_120", None, "triton_w4a16", "moe_triton_w4a16_routed"),
@@ -114,8 +115,8 @@ def test_the_whole_decision_and_the_folded_weights(name: str, allowed: str | Non
     told = {weight.name: (weight.shape, weight.dtype) for weight in site.weights if weight.prepared}
     assert told == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in ready.items()}
     if chosen == "flashinfer_trtllm":
-        assert told[f"w13_trtllm_{allowed or 'bf16'}"] == ((8, 256, 128), torch.uint8)  # H 256, I 128
-        assert told[f"w13_scale_trtllm_{allowed or 'bf16'}"] == ((8, 256, 8), torch.float8_e4m3fn)
+        assert told["w13_trtllm_mxfp8"] == ((8, 256, 128), torch.uint8)  # H 256, I 128
+        assert told["w13_scale_trtllm_mxfp8"] == ((8, 256, 8), torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("name", ["sm_80", "sm_103"])

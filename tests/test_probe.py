@@ -248,6 +248,28 @@ def test_tokens_are_as_many_as_the_graph_has(tokens: tuple[int, int | None], exp
     assert launches[0].hidden.shape[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [((0, None), [1, 32, 192, 1024]), ((1, 1), [1]), ((2, 64), [2, 32, 64]), ((9000, None), [1024]), ((0, 0), [1])],
+)
+def test_a_gpu_is_tried_with_few_and_many_tokens(tokens: tuple[int, int | None], expected: list[int]) -> None:
+    spec = replace(SPEC, num_tokens=TokenRange(*tokens))
+    assert probe_module._token_counts(spec, torch.device("cuda")) == expected
+
+
+def test_one_count_that_goes_wrong_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_for_many(call: ExpertsCall) -> torch.Tensor:
+        out = reference_moe(call)
+        return out.fill_(float("nan")) if len(out) > 100 else out
+
+    monkeypatch.setattr(probe_module, "_COUNTS", {"cpu": (1, 32, 192)})
+    run_as(monkeypatch, wrong_for_many)
+    reason = probe(Probed(), SPEC, CPU, HERE)
+    assert reason is not None
+    assert reason.got == "nan, and nan in a token, of 192"
+    assert len(launches) == 3
+
+
 def test_only_backends_that_ask_for_it_are_tried() -> None:
     assert probe(get_backend("reference"), SPEC, CPU, HERE) is None
     assert probe(get_backend("cpu"), SPEC, CPU, HERE) is None

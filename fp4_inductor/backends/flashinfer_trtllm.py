@@ -53,18 +53,18 @@ MAX_TOKENS = 1 << 18
 """Of one call; the kernels take about 300 thousand."""
 
 
-def _bf16(call: ExpertsCall, router: RouterCall | None) -> torch.Tensor:
+def _bf16(router: RouterCall | None, call: ExpertsCall) -> torch.Tensor:
     return _fused_moe(call, router, padded_hidden(call.hidden, call.w2.codes.shape[1]))
 
 
-def _mxfp8(call: ExpertsCall, router: RouterCall | None) -> torch.Tensor:
+def _mxfp8(router: RouterCall | None, call: ExpertsCall) -> torch.Tensor:
     from flashinfer import mxfp8_quantize
 
     hidden, scale = mxfp8_quantize(padded_hidden(call.hidden, call.w2.codes.shape[1]), False)
     return _fused_moe(call, router, hidden, scale)
 
 
-def _nvfp4(call: ExpertsCall, router: RouterCall | None) -> torch.Tensor:
+def _nvfp4(router: RouterCall | None, call: ExpertsCall) -> torch.Tensor:
     from flashinfer import fp4_quantize
 
     assert call.w13.global_scale is not None, "the plan prepares them"
@@ -154,7 +154,7 @@ def _routed(call: ExpertsCall, router: RouterCall | None, piece: slice) -> Calla
     )
 
 
-_Kernel: TypeAlias = "Callable[[ExpertsCall, RouterCall | None], torch.Tensor]"
+_Kernel: TypeAlias = "Callable[[RouterCall | None, ExpertsCall], torch.Tensor]"
 
 
 def _from_logits(
@@ -163,12 +163,12 @@ def _from_logits(
     """``kernel``, which writes ids and weights for itself alone."""
     ids = router.logits.new_empty(0, router.top_k, dtype=torch.int32)
     call = experts(ids, ids.to(router.weights_dtype))
-    return unless_empty(partial(kernel, router=router))(call)
+    return unless_empty(partial(kernel, router))(call)
 
 
 _KERNELS: dict[str, _Kernel] = {"bf16": _bf16, "mxfp8": _mxfp8, "nvfp4": _nvfp4}
 _OPS = {
-    name: define_experts_op(f"moe_flashinfer_trtllm_{name}", unless_empty(partial(kernel, router=None)))
+    name: define_experts_op(f"moe_flashinfer_trtllm_{name}", unless_empty(partial(kernel, None)))
     for name, kernel in _KERNELS.items()
 }
 _ROUTED_OPS = {
@@ -185,11 +185,13 @@ class FlashinferTrtllmBackend:
         return Verdict(self.name, (*common_reasons(MODES, spec, device), *half, *_limit_reasons(spec)))
 
     def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
-        """Above all others, as in engines that measured on these devices, for which its kernels are generated.
-
-        Here nothing of it is measured: a small layer that it gets right is what comes before its use (``probe``).
+        """First where the user allows the rounding that its kernels are there for; ``triton_w4a16`` before the others,
+        which are not measured. Without a gate they gave wrong results in another engine (vllm-project/vllm#52308).
         """
-        return 60
+        mode = choose_mode(MODES, spec, device)
+        if not spec.activation.gated:
+            return 10
+        return 30 if mode is None or mode.activations is None else 60
 
     def probe_errors(self) -> tuple[type[Exception], ...]:
         return PROBE_ERRORS

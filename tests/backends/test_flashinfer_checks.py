@@ -155,14 +155,24 @@ def test_activations_by_meaning(activation: ActivationSpec, name: str | None) ->
 
 
 def test_ranks() -> None:
-    """TRTLLM goes first on the devices for which its kernels are generated; CUTLASS was measured to be slower."""
-    for arch in ARCHITECTURES:
-        cutlass, trtllm, triton = (get_backend(name).rank(block(), device(arch)) for name in (*NAMES, "triton_w4a16"))
-        assert 0 < cutlass < triton < trtllm
+    """What is not measured stays below triton_w4a16, unless the user allows what these kernels are there for."""
     both = {"libraries": (("flashinfer-python", "0.7.2.post1"), ("triton", "3.6.0"))}
-    chosen = {arch: select(block(), replace(device(arch), **both), Options()).chosen for arch in ARCHITECTURES[1:]}
-    assert chosen.pop("sm_100") == "flashinfer_trtllm"
-    assert set(chosen.values()) == {"triton_w4a16"}
+    relu2 = ActivationSpec("relu2", gated=False)
+    for arch in ARCHITECTURES:
+        on = replace(device(arch), **both)
+        triton = get_backend("triton_w4a16").rank(block(), on)
+        assert all(0 < get_backend(name).rank(block(), on) < triton for name in NAMES)
+        if arch != "cpu":
+            assert select(block(), on, Options()).chosen == "triton_w4a16"
+            assert (
+                select(block(NVFP4, activation=relu2), on, Options(activation_format="nvfp4")).chosen == "triton_w4a16"
+            )
+    for fmt, allowed in ((MXFP4, "mxfp8"), (NVFP4, "nvfp4")):
+        options = Options(activation_format=allowed)
+        chosen = {arch: select(block(fmt), replace(device(arch), **both), options).chosen for arch in ARCHITECTURES[1:]}
+        trtllm = {arch for arch, name in chosen.items() if name == "flashinfer_trtllm"}
+        assert trtllm == {"sm_100", "sm_103"}
+        assert set(chosen.values()) == {"flashinfer_trtllm", "triton_w4a16"}
 
 
 def test_named_it_runs_or_tells_what_would_allow_it() -> None:

@@ -160,9 +160,9 @@ def _failure_of(backend: ProbedBackend) -> str:
 def test_the_next_willing_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("flashinfer", "flashinfer.fused_moe", "flashinfer.tllm_enums"):
         monkeypatch.setitem(sys.modules, module, None)
-    on, spec = with_libraries("sm_100"), BLOCKS["gpt-oss"]
-    assert select(spec, on, Options()).chosen == "flashinfer_trtllm"
-    selection = select(spec, on, Options(), probe=lambda backend, spec: probe(backend, spec, on, HERE))
+    on, spec, options = with_libraries("sm_100"), BLOCKS["gpt-oss"], Options(activation_format="mxfp8")
+    assert select(spec, on, options).chosen == "flashinfer_trtllm"
+    selection = select(spec, on, options, probe=lambda backend, spec: probe(backend, spec, on, HERE))
     assert selection.chosen == "triton_w4a16"
     (verdict,) = (verdict for verdict in selection.verdicts if verdict.backend == "flashinfer_trtllm")
     assert [reason.code for reason in verdict.reasons] == [ReasonCode.PROBE_FAILED]
