@@ -11,6 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from . import experts_interface
+from .checkpoint.saving import saves_packed
 from .errors import QuantizationError
 from .formats import BlockFormat, get_format
 from .modules import CarriedWeight, carried_weights, pack_parameter, transposed_experts
@@ -31,6 +32,8 @@ def quantize_(model: nn.Module, format: str | BlockFormat, *, filter: Filter | N
     its ``use_experts_implementation``). A filter chooses them instead, in any model::
 
         fp4_inductor.quantize_(model, "nvfp4", filter=lambda name, _: name.endswith(("w13", "w2")))
+
+    A model of transformers then saves itself packed: ``save_pretrained`` writes compressed-tensors' layout.
 
     No forward is changed: a quantised module dequantises where it reads the weight, in the weight's dtype.
     If interrupted, it leaves every weight either quantised or untouched.
@@ -56,7 +59,7 @@ def quantize_(model: nn.Module, format: str | BlockFormat, *, filter: Filter | N
         target.check(model.training)
     for target in tqdm(targets, desc=f"Quantising experts to {fmt}", unit="weight", disable=None):
         target.quantize()
-    return model
+    return saves_packed(model)
 
 
 @dataclass(frozen=True, slots=True)

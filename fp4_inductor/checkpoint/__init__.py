@@ -13,6 +13,7 @@ from .detect import LAYOUTS, find_weights
 from .files import SafetensorsFiles
 from .model import build_on_meta, check_shapes, fill, finish, model_config
 from .placing import place
+from .saving import saves_packed
 
 __all__ = ["LAYOUTS", "load"]
 
@@ -57,4 +58,4 @@ def load(
     placements = place(model, weights)
     packed = check_shapes(model, placements)
     fill(model, placements, packed, where, dtype)
-    return finish(model, folder, where)
+    return saves_packed(finish(model, folder, where))

@@ -145,6 +145,28 @@ def multiplier(divisor: torch.Tensor) -> torch.Tensor:
     return chosen
 
 
+def divisor(multiplied: torch.Tensor) -> torch.Tensor:
+    """The float32 number to store where readers divide: the inverse of ``multiplier``.
+
+    Args:
+        multiplied: ``float32 [...]``, what weights are multiplied by.
+
+    Returns:
+        ``float32 [...]``, such that ``multiplier`` gives ``multiplied`` again, or else the same bfloat16 weights.
+    """
+    nearest = torch.reciprocal(multiplied)
+    candidates = [(nearest.view(torch.int32) + units).view(torch.float32) for units in (0, -1, 1, -2, 2)]
+    products = _products().to(torch.float32)
+    weights = (products * multiplied.unsqueeze(-1)).to(torch.bfloat16)
+    chosen = nearest
+    for candidate in reversed(candidates):
+        same = ((products * multiplier(candidate).unsqueeze(-1)).to(torch.bfloat16) == weights).all(-1)
+        chosen = torch.where(same, candidate, chosen)
+    for candidate in reversed(candidates):
+        chosen = torch.where(multiplier(candidate) == multiplied, candidate, chosen)
+    return chosen
+
+
 @functools.cache
 def _products() -> torch.Tensor:
     """Every positive product of an e2m1 and an e4m3 number, float64."""
