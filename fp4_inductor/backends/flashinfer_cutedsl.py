@@ -3,6 +3,9 @@
 NVFP4 weights meet bfloat16 activations; NVFP4 × NVFP4 and MXFP4 × MXFP8 run where the user allows the format
 (``fp4moe.activation_format``). Ids and weights are given. Expert outputs are bfloat16; the combine sums them in
 float32 in the order of the slots, except with MXFP8, where it adds to a bfloat16 output in no order.
+
+NVFP4 × NVFP4 blocks that the fused kernel does not know, for their biases, their activation or their global scales, go
+through the masked grouped GEMM. Headers of the helper that sorts routes are downloaded at the first call.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from .flashinfer_cute_common import (
     swiglu_knobs,
     weight,
 )
+from .flashinfer_masked import masked_plan, masked_reasons
 from .flashinfer_weights import PRODUCT_FACTOR, Placing
 
 _SM_100_103 = frozenset({100, 103})
@@ -136,9 +140,9 @@ class FlashinferCutedslBackend:
     name = "flashinfer_cutedsl"
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
-        half = half_reasons(spec, common=needs_common_globals(spec))
-        reasons = (*common_reasons(MODES, spec, device), *half, *cute_reasons(spec, device), *_limit_reasons(spec))
-        return Verdict(self.name, reasons)
+        """What is against the fused kernel, where the masked grouped GEMM does not know it either."""
+        reasons = _fused_reasons(spec, device)
+        return Verdict(self.name, reasons if reasons and masked_reasons(spec, device) else ())
 
     def probe_errors(self) -> tuple[type[Exception], ...]:
         return PROBE_ERRORS
@@ -148,6 +152,8 @@ class FlashinferCutedslBackend:
         return 15
 
     def plan(self, spec: MoESpec, device: DeviceInfo) -> KernelPlan:
+        if _fused_reasons(spec, device):
+            return masked_plan(spec)
         mode = choose_mode(MODES, spec, device)
         assert mode is not None, "check refuses it"
         placing = Placing.of(spec, mode.rows)
@@ -160,6 +166,11 @@ class FlashinferCutedslBackend:
         args = experts_args(spec, **ready)  # type: ignore[arg-type]
         padding, layout = padding_text(spec, mode.rows), "blocks of 64 rows, scale tiles"
         return KernelPlan(_OPS[mode.name], args, layout=layout, padding=padding, activations=mode.activations)
+
+
+def _fused_reasons(spec: MoESpec, device: DeviceInfo) -> tuple[Reason, ...]:
+    half = half_reasons(spec, common=needs_common_globals(spec))
+    return (*common_reasons(MODES, spec, device), *half, *cute_reasons(spec, device), *_limit_reasons(spec))
 
 
 def _limit_reasons(spec: MoESpec) -> list[Reason]:

@@ -32,9 +32,10 @@ from flashinfer_stand_in import (
 
 from fp4_inductor.layouts.gate_up import UP_GATE, RowOrder, reorder_gate_up
 from fp4_inductor.layouts.kernel_rows import BLOCKS_OF_64
-from fp4_inductor.layouts.scale_128x4 import from_mma_scale_view, from_scale_tiles
+from fp4_inductor.layouts.scale_128x4 import from_mma_scale_view, from_scale_tiles, mma_scale_view
 
 CUTEDSL, B12X = "fused_moe.cute_dsl_fused_moe", "fused_moe.b12x_fused_moe"
+MASKED_QUANTIZE, MASKED_GEMM = "scaled_fp4_grouped_quantize", "gemm.grouped_gemm_nt_masked"
 
 given_to_b12x: list[list[weakref.ref[torch.Tensor]]] = []
 """The weights of each call for bfloat16 activations: what FlashInfer packs it keeps as long as these objects live."""
@@ -55,7 +56,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    modules = {name: ModuleType(name) for name in ("flashinfer", "flashinfer.fused_moe", "flashinfer.tllm_enums")}
+    names = ("flashinfer", "flashinfer.fused_moe", "flashinfer.gemm", "flashinfer.tllm_enums")
+    modules = {name: ModuleType(name) for name in names}
     for name in _FUNCTIONS:
         path, _, function = f"flashinfer.{name}".rpartition(".")
         setattr(modules[path], function, recorded(name))
@@ -260,7 +262,64 @@ def packed_weights(codes: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
     return values(codes, torch.where(scale * factor < 2.0**-6, 0.0, scale))
 
 
+class Quantised(torch.Tensor):
+    """Codes uint8 [M, K/2, E], strided as they come, with the numbers that they stand for, float64 [E, M, K]."""
+
+    numbers: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, numbers: torch.Tensor) -> Quantised:
+        made = codes.as_subclass(cls)
+        made.numbers = numbers
+        return made
+
+
+def scaled_fp4_grouped_quantize(
+    a: torch.Tensor, mask: torch.Tensor, a_global_sf: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without rounding: the codes carry the numbers. Rows that are not there are read by nobody."""
+    experts, rows, columns = a.shape
+    is_like(a, torch.bfloat16, experts, rows, columns)
+    is_like(mask, torch.int32, experts)
+    is_like(a_global_sf, torch.float32, experts)
+    assert all(tensor.is_contiguous() for tensor in (a, mask, a_global_sf))
+    there = torch.arange(rows) < mask.unsqueeze(1)
+    numbers = torch.where(there.unsqueeze(2), a.double() * a_global_sf.double()[:, None, None], torch.nan)
+    assert numbers[there].isfinite().all()
+    codes = Quantised(torch.empty(experts, rows, columns // 2, dtype=torch.uint8).permute(1, 2, 0), numbers)
+    tiles = torch.empty(experts, -(-rows // 128) * 128, -(-columns // 64) * 4, dtype=torch.float8_e4m3fn)
+    return codes, mma_scale_view(tiles)
+
+
+def grouped_gemm_nt_masked(
+    lhs: tuple[Quantised, torch.Tensor],
+    rhs: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    masked_m: torch.Tensor,
+    *,
+    ab_dtype: str,
+    sf_dtype: str,
+    c_dtype: str,
+    sf_vec_size: int,
+) -> torch.Tensor:
+    assert (ab_dtype, sf_dtype, c_dtype, sf_vec_size) == ("float4_e2m1fn", "float8_e4m3fn", "bfloat16", 16)
+    weights = weights_under_view(rhs[0].permute(2, 0, 1), rhs[1], 16)
+    experts, columns, depth = weights.shape
+    rows = lhs[0].shape[0]
+    assert (rows % 128, columns % 128, depth % 32) == (0, 0, 0)
+    is_like(lhs[0], torch.uint8, rows, depth // 2, experts)
+    is_like(out, torch.bfloat16, rows, columns, experts)
+    is_like(masked_m, torch.int32, experts)
+    assert out.permute(2, 0, 1).is_contiguous(), "another layout mixes experts up"
+    out.fill_(torch.nan)
+    for expert, count in enumerate(masked_m.tolist()):
+        out[:count, :, expert] = (lhs[0].numbers[expert, :count] @ weights[expert].T).to(out.dtype)
+    return out
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    MASKED_QUANTIZE: scaled_fp4_grouped_quantize,
+    MASKED_GEMM: grouped_gemm_nt_masked,
     CUTEDSL: cute_dsl_fused_moe,
     B12X: b12x_fused_moe,
     FP4_QUANTIZE: fp4_quantize,

@@ -3,7 +3,8 @@ compiles its kernels for that GPU; only launches are left out, and helpers in CU
 
     python flashinfer_on_cpu.py sm_100 flashinfer_cutedsl nvfp4:bf16:8 nvfp4:nvfp4:8
 
-Each argument is a weight format, what activations may be rounded to, and a number of tokens. Prints a line of JSON for
+Each argument is a weight format, what activations may be rounded to, and a number of tokens; "bias" behind them gives
+the experts biases. Prints a line of JSON for
 each: names of the kernels that were compiled, and of those that would have been launched. CUTE_DSL_ARCH must be set.
 """
 
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from fp4_inductor import DeviceInfo
 from fp4_inductor.backends import get_backend
 from fp4_inductor.formats import FORMATS
+from fp4_inductor.layouts.scale_128x4 import mma_scale_view
 from fp4_inductor.plan import run_plan
 
 LIBRARIES = (("flashinfer-python", "0.7.2.post1"), ("triton", "3.6.0"))
@@ -133,8 +135,14 @@ def pretend(arch: str) -> None:
         setattr(sys.modules[_SM12X], getter, _not_launched(getattr(sys.modules[_SM12X], getter), name))
     flashinfer: Any = sys.modules["flashinfer"]
     flashinfer.fp4_quantize, flashinfer.mxfp8_quantize = fp4_quantize, mxfp8_quantize
-    for name in ("cute_dsl_fused_moe", "b12x_fused_moe"):
-        setattr(flashinfer.fused_moe, name, _on_gpu(getattr(flashinfer.fused_moe, name)))
+    flashinfer.scaled_fp4_grouped_quantize = _quantize_rows
+    gemm = importlib.import_module("flashinfer.gemm")
+    for module, name in (
+        (flashinfer.fused_moe, "cute_dsl_fused_moe"),
+        (flashinfer.fused_moe, "b12x_fused_moe"),
+        (gemm, "grouped_gemm_nt_masked"),
+    ):
+        setattr(module, name, _on_gpu(getattr(module, name)))
 
 
 def _replace_everywhere(**functions: Callable[..., Any]) -> None:
@@ -155,11 +163,18 @@ def _not_launched(get: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(**arguments: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         with OnGpu():
-            return function(**arguments)
+            return function(*args, **kwargs)
 
     return wrapped
+
+
+def _quantize_rows(rows: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    experts, room, columns = rows.shape
+    tiles = torch.zeros(experts, -(-room // 128) * 128, -(-columns // 64) * 4, dtype=torch.uint8)
+    codes = torch.zeros(experts, room, columns // 2, dtype=torch.uint8)
+    return codes.permute(1, 2, 0), mma_scale_view(tiles).view(torch.float8_e4m3fn)
 
 
 def main(arch: str, name: str, *blocks: str) -> None:
@@ -167,7 +182,7 @@ def main(arch: str, name: str, *blocks: str) -> None:
     pretend(arch)
     backend, device = get_backend(name), replace(DeviceInfo.parse(arch), libraries=LIBRARIES)
     for block in blocks:
-        weights, activations, tokens = block.split(":")
+        weights, activations, tokens, *bias = block.split(":")
         made = make_case(
             FORMATS[weights],
             hidden_size=2016,
@@ -175,6 +190,7 @@ def main(arch: str, name: str, *blocks: str) -> None:
             num_experts=6,
             global_scale="expert",
             num_tokens=int(tokens),
+            bias=bool(bias),
         )
         spec = replace(made.spec, activation_format=None if activations == "bf16" else activations)
         assert backend.check(spec, device).ok

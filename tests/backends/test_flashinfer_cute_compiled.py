@@ -19,6 +19,7 @@ KERNELS = {
         "nvfp4:bf16:8": (["Sm100W4A16GroupedGemmKernel"] * 2, [*["Sm100W4A16GroupedGemmKernel"] * 2, "moe_unpermute"]),
         "nvfp4:nvfp4:8": (GEMMS, [*GEMMS, "moe_unpermute"]),
         "mxfp4:mxfp8:8": (GEMMS, GEMMS),
+        "nvfp4:nvfp4:8:bias": (["MaskedBatchedMatmulCuteDSL"] * 2,) * 2,
     },
     ("sm_103", "flashinfer_cutedsl"): {"nvfp4:nvfp4:300": (GEMMS, [*GEMMS, "moe_unpermute"])},
     ("sm_120", "flashinfer_b12x"): {
