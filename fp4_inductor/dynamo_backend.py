@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from .device import DeviceInfo
+from .emit import fused_calls
 from .graph_breaks import report_broken_experts
 from .input_names import name_inputs, names_of_inputs
 from .lowering_pass import Lowering, fold_and_compile, lower
@@ -141,9 +142,21 @@ def _inner_compile(
     if lowering is None or not lowering.report.num_lowered:
         return compile_inner(gm, example_inputs, **kwargs)
     static_input_idxs = kwargs.pop("static_input_idxs", ())
-    compile_graph = functools.partial(compile_inner, **kwargs)
+    compile_graph = functools.partial(config.patch(_outside_cuda_graphs(gm.graph))(compile_inner), **kwargs)
     release = options.release_original_weights
     return fold_and_compile(gm, example_inputs, static_input_idxs, lowering, compile_graph, release_originals=release)
+
+
+def _outside_cuda_graphs(graph: fx.Graph) -> dict[str, Any]:
+    """Keep GPU calls that read a scalar on the host out of CUDA graphs, which would repeat its first value."""
+    from torch._inductor import config
+
+    ops = {
+        node.target.name()
+        for node in fused_calls(graph)
+        if node.meta["val"].is_cuda and any(arg.meta["val"].device.type == "cpu" for arg in node.all_input_nodes)
+    }
+    return {"custom_should_partition_ops": [*config.custom_should_partition_ops, *sorted(ops)]} if ops else {}
 
 
 def _lower(gm: fx.GraphModule, options: Options, device: DeviceInfo | None, try_kernels: bool) -> Lowering:

@@ -10,11 +10,13 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
+from torch._guards import detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .matching import Assembled, Match, nodes_of
@@ -23,6 +25,9 @@ from .spec import MoESpec, Operand
 
 PREPARED = "fp4_prepared"
 """Key in ``fx.Node.meta``: the name of the prepared tensor that the node computes."""
+
+FUSED = "fp4_fused"
+"""Key in ``fx.Node.meta``: the name of the backend whose op the node calls."""
 
 _PER_CALL = (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS)
 """What differs from call to call, and so is no weight to prepare."""
@@ -58,6 +63,11 @@ class Emitted:
     weights: tuple[KernelWeight, ...]
 
 
+def fused_calls(graph: fx.Graph) -> list[fx.Node]:
+    """The calls that ``emit_plan`` wrote."""
+    return [node for node in graph.nodes if FUSED in node.meta]
+
+
 def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> Emitted:
     """Insert the fused call before the match's output.
 
@@ -76,6 +86,7 @@ def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> 
             for arg in plan.args
         ]
         fused = writer.call(resolve_op(plan.op), *args)
+        fused.meta[FUSED] = backend
         weights = _weights(plan, operands, prepared)
         result = writer.shaped_like_output(writer.summed_slots(fused) if apart else fused)
     return Emitted(fused, result, weights)
@@ -96,6 +107,28 @@ def _weights(
     return tuple(found.values())
 
 
+class _Kind(NamedTuple):
+    """What a trace depends on of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@lru_cache(maxsize=256)
+def _traced(function: Callable[..., torch.Tensor], kinds: tuple[_Kind, ...]) -> fx.Graph:
+    with tracing(None), unset_fake_temporarily(), FakeTensorMode():
+        return _trace(function, [torch.empty_strided(k.shape, k.stride, dtype=k.dtype, device=k.device) for k in kinds])
+
+
+def _trace(function: Callable[..., torch.Tensor], values: Sequence[torch.Tensor]) -> fx.Graph:
+    """Inductor's decompositions have run by now, and its lowerings expect what they leave."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return make_fx(function, decomposition_table=select_decomp_table())(*values).graph
+
+
 class _Writer:
     """Creates nodes with fake values and with the trace of the block they replace."""
 
@@ -110,11 +143,11 @@ class _Writer:
             "nn_module_stack": match.output.meta.get("nn_module_stack"),
         }
 
-    def call(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        values = fx.map_arg(args, lambda n: n.meta["val"])
+        values, keywords = (fx.map_arg(of, lambda n: n.meta["val"]) for of in (args, kwargs))
         with self.fake_mode or contextlib.nullcontext():
-            node.meta["val"] = target(*values, **kwargs)
+            node.meta["val"] = target(*values, **keywords)
         node.meta.update({key: value for key, value in self.meta.items() if value})
         return node
 
@@ -165,15 +198,10 @@ class _Writer:
 
         Inductor's decompositions have run by now, and its lowerings expect what they leave.
         """
-        from torch._inductor.decomposition import select_decomp_table
-
-        values = [node.meta["val"] for node in inputs]
-        with self.fake_mode or contextlib.nullcontext():
-            traced = make_fx(function, decomposition_table=select_decomp_table())(*values)
         env: dict[fx.Node, fx.Node] = {}
         sources = iter(inputs)
         result: fx.Node | None = None
-        for node in traced.graph.nodes:
+        for node in self.traced(function, [node.meta["val"] for node in inputs]).nodes:
             if node.op == "placeholder":
                 env[node] = next(sources)
             elif node.op == "output":
@@ -181,16 +209,20 @@ class _Writer:
             else:
                 functional = node.op == "call_function" and not node.is_impure()
                 assert functional, f"re-layout {name} must be plain tensor functions, without updates in place"
-                copy = self.graph.call_function(
-                    node.target, fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)
-                )
-                copy.meta["val"] = node.meta["val"]
-                copy.meta.update({key: value for key, value in self.meta.items() if value})
-                env[node] = copy
+                args, kwargs = (fx.map_arg(of, env.__getitem__) for of in (node.args, node.kwargs))
+                env[node] = self.call(node.target, *args, **kwargs)
         assert result is not None
         if prepared and result.op != "placeholder":
             result.meta[PREPARED] = name
         return result
+
+    def traced(self, function: Callable[..., torch.Tensor], values: Sequence[torch.Tensor]) -> fx.Graph:
+        """``function`` as ATen nodes; equal weights of other layers are not traced again."""
+        kinds = tuple(_Kind(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
+        if all(isinstance(size, int) for kind in kinds for size in kind.shape + kind.stride):
+            return _traced(function, kinds)
+        with self.fake_mode or contextlib.nullcontext():
+            return _trace(function, values)
 
     def shaped_like_output(self, fused: fx.Node) -> fx.Node:
         """``fused`` [T, H] in the shape of the node that it replaces."""

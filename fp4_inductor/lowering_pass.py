@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from .compile_ahead import CompilingAhead
 from .device import DeviceInfo
 from .emit import Emitted, emit_plan
 from .errors import UnmatchedError
@@ -96,9 +97,16 @@ def fold_and_compile(
     """
     folding = fold(gm, example_inputs, static_input_idxs)
     dump_graph("FP4MOE AFTER", gm)
+    kernels = CompilingAhead(gm.graph)
     static = list(folding.static_input_idxs)
     compiled = compile_graph(gm, list(folding.example_inputs), static_input_idxs=static)
-    return FoldedCall(folding, compiled, lowering.verification, release_originals=release_originals)
+
+    def first_call(args: Sequence[Any]) -> None:
+        kernels.wait()
+        if lowering.verification is not None:
+            lowering.verification(args)
+
+    return FoldedCall(folding, compiled, first_call, release_originals=release_originals)
 
 
 Rewrite: TypeAlias = "tuple[Match, Selection, Emitted | None]"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -46,6 +46,21 @@ class ProbedBackend(KernelBackend, Protocol):
 
     def probe_errors(self) -> tuple[type[Exception], ...]:
         """What its library raises where it cannot do that, and where a launch fails; may import the library."""
+        ...
+
+
+@runtime_checkable
+class AheadBackend(KernelBackend, Protocol):
+    """A backend that can compile kernels before they are called."""
+
+    ops: tuple[str, ...]
+    """Its own, by qualified name."""
+
+    def compile_call(self, op: str, args: tuple[Any, ...]) -> None:
+        """Compile for the current device what a call of ``op`` launches, and launch nothing.
+
+        ``args``: with tensors on the meta device, but for scalars on the host.
+        """
         ...
 
 
@@ -117,6 +132,12 @@ _EXPERTS_SCHEMA = (
 )
 
 _library = torch.library.Library("fp4_inductor", "FRAGMENT")
+_implementations: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+def call_implementation(op: str, args: tuple[Any, ...]) -> torch.Tensor:
+    """What the op called ``op`` does, whatever device its arguments are on."""
+    return _implementations[op](*args)
 
 
 def define_experts_op(name: str, kernel: Callable[[ExpertsCall], torch.Tensor]) -> str:
@@ -158,6 +179,7 @@ def _define(name: str, routing_schema: str, implementation: Callable[..., torch.
     _library.define(f"{name}{schema}", tags=(torch.Tag.needs_exact_strides,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
+    _implementations[qualified] = implementation
     return qualified
 
 

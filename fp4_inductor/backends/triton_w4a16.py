@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from .base import (
     ExpertsCall,
     ExpertWeights,
     RouterCall,
+    call_implementation,
     define_experts_op,
     define_routed_op,
     experts_args,
@@ -86,6 +87,7 @@ class TritonW4A16Backend:
     tuned_parts = PARTS
     op = define_experts_op("moe_triton_w4a16", _moe)
     routed_op = define_routed_op("moe_triton_w4a16_routed", _moe_routed)
+    ops = (op, routed_op)
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
         reasons = [*_device_reasons(device), *_spec_reasons(spec)]
@@ -103,6 +105,12 @@ class TritonW4A16Backend:
         if _routes(spec):
             op, args = self.routed_op, routed_args(spec, args)
         return KernelPlan(op, args, layout="lane words, 64x64 tiles", padding=_padding(spec))
+
+    def compile_call(self, op: str, args: tuple[Any, ...]) -> None:
+        from ..kernels.launch import compiling_only
+
+        with compiling_only():
+            call_implementation(op, args)
 
     def config(self, spec: MoESpec, device: DeviceInfo, num_tokens: int) -> str:
         assert device.arch is not None, "check refuses it"

@@ -14,6 +14,7 @@ import triton
 
 from ..layouts.lane_words import GROUP, ROWS
 from ..spec import ActivationSpec
+from .launch import device_index, launch
 from .w4a16_config import (
     DecodeConfig,
     DecodeGemm,
@@ -188,7 +189,7 @@ def _gate_up_decode(
     w13, gemm = experts.w13, config.gate_up
     (num_tokens, hidden_size), (num_pairs, top_k) = hidden.shape, (topk_ids.numel(), topk_ids.shape[1])
     h = _empty_h(hidden, experts, num_pairs)
-    gate_up_decode_kernel[(num_pairs * (w13.rows.shape[1] // gemm.block_n),)](
+    launch(gate_up_decode_kernel, (num_pairs * (w13.rows.shape[1] // gemm.block_n),))(
         hidden,
         *_weight_args(w13),
         topk_ids,
@@ -221,7 +222,7 @@ def _down_decode(
     """Write y [P, H], by pair, times the routing weights."""
     w2, gemm, hidden_size, intermediate_size = experts.w2, config.down, y.shape[1], h.shape[1]
     num_tokens, top_k = topk_ids.shape
-    down_decode_kernel[(topk_ids.numel() * triton.cdiv(hidden_size, gemm.block_n),)](
+    launch(down_decode_kernel, (topk_ids.numel() * triton.cdiv(hidden_size, gemm.block_n),))(
         h,
         *_weight_args(w2),
         topk_ids,
@@ -287,7 +288,7 @@ def _combine(y: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, num_exp
     """Write out [T, H], the sums over slots of y [P, H]."""
     num_tokens, hidden_size = out.shape
     block = 1024
-    combine_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+    launch(combine_kernel, (num_tokens, triton.cdiv(hidden_size, block)))(
         y,
         topk_ids,
         out,
@@ -309,7 +310,7 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, pdl: bool = Fa
     routes, counts = empty_routes(num_pairs, num_experts, block_m, num_chunks, topk_ids.device)
     shape = {"CHUNK": chunk, "BINS": routes.bins, "num_warps": num_warps}
     if num_chunks == 1:
-        route_kernel[(1,)](
+        launch(route_kernel, (1,))(
             topk_ids,
             *routes.tiles,
             routes.arrivals,
@@ -321,8 +322,8 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, pdl: bool = Fa
             **pdl_options(pdl),
         )
         return routes
-    count_kernel[(num_chunks,)](topk_ids, counts, num_pairs, num_experts, **shape)
-    place_kernel[(num_chunks,)](
+    launch(count_kernel, (num_chunks,))(topk_ids, counts, num_pairs, num_experts, **shape)
+    launch(place_kernel, (num_chunks,))(
         topk_ids, counts, *routes.tiles, num_pairs, num_chunks, num_experts, BLOCK_M=block_m, **shape
     )
     return routes
@@ -350,7 +351,7 @@ def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int,
     h = _empty_h(hidden, experts, routes.num_pairs)
     cut = _cut(routes, w13.rows.shape[1], hidden_size, config, config.gate_up, h.device)
     kernel, _ = _kernels(config)
-    kernel[(cut.num_blocks * cut.split_k,)](
+    launch(kernel, (cut.num_blocks * cut.split_k,))(
         hidden,
         *_weight_args(w13),
         *routes.tiles,
@@ -375,7 +376,7 @@ def _down(
     w2, hidden_size, intermediate_size = experts.w2, y.shape[1], h.shape[1]
     cut = _cut(routes, hidden_size, intermediate_size, config, config.down, h.device)
     _, kernel = _kernels(config)
-    kernel[(cut.num_blocks * cut.split_k,)](
+    launch(kernel, (cut.num_blocks * cut.split_k,))(
         h,
         *_weight_args(w2),
         topk_weights,
@@ -447,11 +448,11 @@ def pdl_options(wanted: bool) -> dict[str, bool]:
 
 
 def _arch(device: torch.device) -> int:
-    return _INTERPRETED_ARCH if device.type == "cpu" else _properties(device.index)[0]
+    return _INTERPRETED_ARCH if device.type == "cpu" else _properties(device_index(device))[0]
 
 
 def _sm_count(device: torch.device) -> int:
-    return _INTERPRETED_SMS if device.type == "cpu" else _properties(device.index)[1]
+    return _INTERPRETED_SMS if device.type == "cpu" else _properties(device_index(device))[1]
 
 
 @cache

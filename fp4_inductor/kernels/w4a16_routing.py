@@ -9,6 +9,7 @@ import torch
 import triton
 
 from ..spec import RUNTIME, RouterSpec
+from .launch import launch
 from .w4a16 import INTERPRETED, Routes, empty_routes, pdl_options
 from .w4a16_config import DecodeConfig, W4A16Config
 from .w4a16_route import place_kernel
@@ -84,7 +85,7 @@ def route_from_logits(
     _launch(logits, router, ids, weights, block, written, **alike)
     if not alone:
         with torch.cuda.device_of(logits):
-            place_kernel[(num_chunks,)](
+            launch(place_kernel, (num_chunks,))(
                 ids, counts, *routes.tiles, num_pairs, num_chunks, num_experts, **sort, num_warps=4
             )
     return routes
@@ -112,7 +113,7 @@ def _launch(
     spec, (num_tokens, num_experts) = router.spec, logits.shape
     logits = logits.contiguous()
     with torch.cuda.device_of(logits):  # Triton launches on the current device
-        topk_kernel[(triton.cdiv(num_tokens, block),)](
+        launch(topk_kernel, (triton.cdiv(num_tokens, block),))(
             logits,
             logits if router.bias is None else router.bias.contiguous(),
             logits if router.scale is None else router.scale,

@@ -83,9 +83,9 @@ def launches(spec: MoESpec, arch: int, token_counts: Iterable[int]) -> dict[int,
     device = DeviceInfo.parse(f"sm_{arch}")
     plan = get_backend("triton_w4a16").plan(spec, device)
     counts = list(token_counts)
-    operands, prepared = _unwritten(spec, max(counts))
+    operands, prepared = unwritten(spec, max(counts))
     found: dict[int, list[Compilation]] = {}
-    with _recorded(device) as new:
+    with recorded(device) as new:
         for count in counts:
             run_plan(plan, {o: t[:count] if o in _PER_TOKEN else t for o, t in operands.items()}, prepared)
             if new:
@@ -97,7 +97,7 @@ def launches(spec: MoESpec, arch: int, token_counts: Iterable[int]) -> dict[int,
 _PER_TOKEN = (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS)
 
 
-def _unwritten(spec: MoESpec, num_tokens: int) -> tuple[dict[Operand, torch.Tensor], dict[str, torch.Tensor]]:
+def unwritten(spec: MoESpec, num_tokens: int) -> tuple[dict[Operand, torch.Tensor], dict[str, torch.Tensor]]:
     """Operands of a call, and prepared weights, in memory that nobody touches and that so costs nothing."""
     plan = get_backend("triton_w4a16").plan(spec, DeviceInfo.parse("sm_90"))
     with FakeTensorMode():
@@ -126,7 +126,7 @@ def _weights(spec: MoESpec) -> dict[Operand, torch.Tensor]:
 
 
 @contextmanager
-def _recorded(device: DeviceInfo) -> Iterator[list[Compilation]]:
+def recorded(device: DeviceInfo) -> Iterator[list[Compilation]]:
     """Kernel launches bind for ``device`` and do nothing; each new compilation is added to the list."""
     assert device.arch is not None
     target = GPUTarget("cuda", device.arch, 32)
