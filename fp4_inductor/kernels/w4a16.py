@@ -415,28 +415,23 @@ def _parts(cut: _Cut, block_size: int, like: torch.Tensor) -> torch.Tensor:
 def _constants(
     weights: Weights, e4m3: bool, columns: int, config: W4A16Config, gemm: GemmConfig, split_k: int
 ) -> dict[str, int | bool]:
-    if config.hopper:
-        steps = triton.cdiv(triton.cdiv(columns, gemm.block_k), split_k)
-        return {
-            "BLOCK_M": config.block_m,
-            "STAGES": choose_stages(gemm.num_stages, steps),
-            "SPLIT_K": split_k,
-            "E4M3": e4m3,
-            **pdl_options(config.pdl),
-            "num_warps": gemm.num_warps,
-        }
-    return {
+    common = {
         "BLOCK_M": config.block_m,
         "MIN_M": config.min_m,
         "GROUP_M": choose_group(config, weights.words.nbytes // weights.words.shape[0]),
-        "BLOCK_N": gemm.block_n,
-        "BLOCK_K": gemm.block_k,
         "SPLIT_K": split_k,
-        "WHOLE": columns % gemm.block_k == 0,
         "E4M3": e4m3,
-        "INTERPRETED": INTERPRETED,
         **pdl_options(config.pdl),
         "num_warps": gemm.num_warps,
+    }
+    if config.hopper:
+        steps = triton.cdiv(triton.cdiv(columns, gemm.block_k), split_k)
+        return common | {"STAGES": choose_stages(gemm.num_stages, steps)}
+    return common | {
+        "BLOCK_N": gemm.block_n,
+        "BLOCK_K": gemm.block_k,
+        "WHOLE": columns % gemm.block_k == 0,
+        "INTERPRETED": INTERPRETED,
         "num_stages": gemm.num_stages,
     }
 

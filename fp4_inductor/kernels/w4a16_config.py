@@ -29,8 +29,8 @@ class W4A16Config:
         min_m: tokens of the narrowest product, for the tiles that are not full.
         group_m: tiles that run side by side on one piece of the weights.
         pdl: a kernel may start while the one before it still runs.
-        hopper: the kernels of ``w4a16_hopper``, for bfloat16; of the rest they take ``block_m`` up to 32 and, of each
-            GEMM, ``num_stages`` from 3.
+        hopper: the kernels of ``w4a16_hopper``, for bfloat16; each GEMM's ``block_n`` is 128 with 4 warps or 256 with
+            8, ``block_k`` is 64 and ``num_stages`` at least 3.
     """
 
     block_m: int
@@ -72,6 +72,7 @@ class DecodeConfig:
 
 
 _BLOCK = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
+_SHALLOW = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=3)
 _NARROW = GemmConfig(block_n=64, block_k=64, num_warps=4, num_stages=4)
 
 # Largest expected tokens an expert, and the tile that serves them. Swept on an H200 over the layers of gpt-oss,
@@ -79,8 +80,10 @@ _NARROW = GemmConfig(block_n=64, block_k=64, num_warps=4, num_stages=4)
 # they take what fits their shared memory and registers.
 _HOPPER = (
     (3, W4A16Config(8, 8, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
-    (10, W4A16Config(16, 8, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
-    (24, W4A16Config(32, 8, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
+    (10, W4A16Config(16, 16, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
+    (24, W4A16Config(32, 32, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
+    (110, W4A16Config(64, 16, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
+    (None, W4A16Config(128, 32, 4, _SHALLOW, _SHALLOW, pdl=True, hopper=True)),
     (10, W4A16Config(16, 16, 1, _BLOCK, _BLOCK, pdl=True)),
     (24, W4A16Config(32, 16, 1, _BLOCK, _BLOCK, pdl=True)),
     (110, W4A16Config(64, 16, 1, _BLOCK, _BLOCK, pdl=True)),

@@ -16,7 +16,6 @@ PARTS = ("tiles", "gate_up", "down")
 """What is tuned, one after the other: token tiles of both GEMMs, then each GEMM alone."""
 
 _TILES = (8, 16, 32, 64, 128)
-_HOPPER_TILES = (8, 16, 32)
 _CHOICES: dict[str, tuple[int, ...]] = {
     "block_n": (64, 128),
     "block_k": (64, 128),
@@ -56,8 +55,8 @@ def variants(config: W4A16Config, part: str, limit: int) -> tuple[W4A16Config, .
 
 
 def _tiles(config: W4A16Config) -> Iterator[W4A16Config]:
-    for block_m in _HOPPER_TILES if config.hopper else _TILES:
-        if block_m in (config.block_m // 2, config.block_m * 2) and block_m >= config.min_m:
+    for block_m in _TILES:
+        if block_m in (config.block_m // 2, config.block_m * 2) and (config.hopper or block_m >= config.min_m):
             yield replace(config, block_m=block_m)
     if config.block_m >= 64:
         yield replace(config, group_m=1 if config.group_m > 1 else 16)
