@@ -73,10 +73,20 @@ def _both(pairs, HIGH: gl.constexpr):
 
 
 @gluon.jit
+def _rotated(words):
+    """By 8 to the right."""
+    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x0321;", "=r,r", args=[words], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _scales_beside(scales, words, E4M3: gl.constexpr):
     """The four bytes of scale words [n] as bfloat16 scales beside ``words``, in both halves of int32 [n, 1]."""
     scales = gl.convert_layout(scales, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
     scales = gl.expand_dims(scales, 1)
+    if E4M3 == 2:  # words rotated to the left by 4
+        even = (scales & 0x0FF00FF0) | 0x70007000
+        odd = (_rotated(scales) & 0x0FF00FF0) | 0x70007000
+        return _both(even, False), _both(odd, False), _both(even, True), _both(odd, True)
     even = scales & 0x00FF00FF
     odd = (scales >> 8) & 0x00FF00FF
     if E4M3:
