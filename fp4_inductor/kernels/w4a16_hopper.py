@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .w4a16_hopper_tile import (
-    TILES,
     ahead,
     allocate,
     barrier,
@@ -61,6 +60,7 @@ def _product(
     SPLIT_K: gl.constexpr,
     E4M3: gl.constexpr,
     WAIT: gl.constexpr,
+    WIDE: gl.constexpr,
     MMA: gl.constexpr,
 ):
     """Two tiles of weights [n, K] times tokens [K, BLOCK_M], in float32.
@@ -80,10 +80,11 @@ def _product(
     start = split * span
     steps = gl.minimum(groups - start, span)
 
-    buffers, token_buffers = allocate(STAGES, BLOCK_M, E4M3)
+    COLUMNS: gl.constexpr = BLOCK_M // (2 if WIDE else 1)
+    buffers, token_buffers = allocate(STAGES, BLOCK_M, E4M3, WIDE)
     buffers0, buffers1, scale_buffers = buffers
-    row_tile = row_block * (TILES * TILE // ROWS)
-    weights = weight_pointers(words, scales, row_tile, row_tiles, groups, start, E4M3)
+    row_tile = row_block * ((1 if WIDE else 2) * TILE // ROWS)
+    weights = weight_pointers(words, scales, row_tile, row_tiles, groups, start, E4M3, WIDE)
     for i in gl.static_range(STAGES - 1):
         copy_weights(buffers, i, ahead(weights, i, E4M3), i < steps)
 
@@ -99,8 +100,8 @@ def _product(
     for _ in gl.static_range(YOUNGER):
         async_copy.commit_group()
 
-    acc0 = gl.zeros([TILE, BLOCK_M], gl.float32, MMA)
-    acc1 = warpgroup_mma_init(gl.zeros([TILE, BLOCK_M], gl.float32, MMA))
+    acc0 = gl.zeros([TILE, COLUMNS], gl.float32, MMA)
+    acc1 = warpgroup_mma_init(gl.zeros([TILE, COLUMNS], gl.float32, MMA))
     # There is a step; but where a way seems to lead around the loop, ptxas waits for every product at once.
     turns = gl.maximum(gl.cdiv(steps, STAGES), 1)
     left = steps - (STAGES - 1)
@@ -134,7 +135,7 @@ def _part(parts, split, which: gl.constexpr, BLOCK_M: gl.constexpr, MMA: gl.cons
     TILE: gl.constexpr = 16 * gl.num_warps()
     n = gl.arange(0, TILE, gl.SliceLayout(1, MMA))
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))
-    return parts + (split * TILES + which) * (TILE * BLOCK_M) + n[:, None] * BLOCK_M + m[None, :]
+    return parts + (split * 2 + which) * (TILE * BLOCK_M) + n[:, None] * BLOCK_M + m[None, :]
 
 
 @gluon.jit
@@ -209,20 +210,27 @@ def _gate_up_tile(
     BOUND: gl.constexpr,
     KIND: gl.constexpr,
     PDL: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """At most BLOCK_M rows of h and two weight tiles' rows of w13; the weights are one expert's."""
     WARPS: gl.constexpr = gl.num_warps()
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M // (2 if WIDE else 1), 16])
     row_block, split = place
     top_k, H, I, N = sizes  # noqa: E741
     acc0, acc1 = _product(
-        ends, hidden, order, weights, place, (top_k, H, N // ROWS), BLOCK_M, STAGES, SPLIT_K, E4M3, False, MMA
+        ends, hidden, order, weights, place, (top_k, H, N // ROWS), BLOCK_M, STAGES, SPLIT_K, E4M3, False, WIDE, MMA
     )
     if PDL:  # later than it might: programs that wait take the place of others, and crowd on a few multiprocessors
         gdc_launch_dependents()
-    acc0, acc1, whole = _whole_sum(acc0, acc1, shared, split, BLOCK_M, SPLIT_K, MMA)
-    if whole:
-        row = row_block * (TILES * 16 * WARPS)
+    acc0, acc1, whole = _whole_sum(acc0, acc1, shared, split, BLOCK_M // (2 if WIDE else 1), SPLIT_K, MMA)
+    if WIDE:
+        first, end = ends
+        row = row_block * (16 * WARPS)
+        _write_h(acc0, row, weights, ends, h, I, N, knobs, HAS_BIAS, GATED, BOUND, KIND, MMA)
+        ends = (first + BLOCK_M // 2, end)
+        _write_h(acc1, row, weights, ends, h, I, N, knobs, HAS_BIAS, GATED, BOUND, KIND, MMA)
+    elif whole:
+        row = row_block * (2 * 16 * WARPS)
         _write_h(acc0, row, weights, ends, h, I, N, knobs, HAS_BIAS, GATED, BOUND, KIND, MMA)
         row += 16 * WARPS
         if row < N:
@@ -264,7 +272,8 @@ def gate_up_hopper_kernel(
     PDL: gl.constexpr = False,
 ):
     """h = act(hidden @ w13) for one token tile and 32 rows of w13 a warp; as ``w4a16_gemm.gate_up_kernel``."""
-    BLOCK_N: gl.constexpr = TILES * 16 * gl.num_warps()
+    WIDE: gl.constexpr = BLOCK_M > 128
+    BLOCK_N: gl.constexpr = (1 if WIDE else 2) * 16 * gl.num_warps()
     if PDL:
         gdc_wait()
     N = I * 2 if GATED else I
@@ -302,6 +311,7 @@ def gate_up_hopper_kernel(
             BOUND,
             KIND,
             PDL,
+            WIDE,
         ),
     )
 
@@ -343,20 +353,27 @@ def _down_tile(
     E4M3: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """At most BLOCK_M rows of y and two weight tiles' columns; the weights are one expert's."""
     WARPS: gl.constexpr = gl.num_warps()
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M // (2 if WIDE else 1), 16])
     row_block, split = place
     H, I = sizes  # noqa: E741
     acc0, acc1 = _product(
-        ends, h, order, weights, place, (None, I, gl.cdiv(H, ROWS)), BLOCK_M, STAGES, SPLIT_K, E4M3, PDL, MMA
+        ends, h, order, weights, place, (None, I, gl.cdiv(H, ROWS)), BLOCK_M, STAGES, SPLIT_K, E4M3, PDL, WIDE, MMA
     )
     if PDL:
         gdc_launch_dependents()
-    acc0, acc1, whole = _whole_sum(acc0, acc1, shared, split, BLOCK_M, SPLIT_K, MMA)
-    if whole:
-        row = row_block * (TILES * 16 * WARPS)
+    acc0, acc1, whole = _whole_sum(acc0, acc1, shared, split, BLOCK_M // (2 if WIDE else 1), SPLIT_K, MMA)
+    if WIDE:
+        first, end = ends
+        row = row_block * (16 * WARPS)
+        _write_y(acc0, row, weights, ends, order, topk_weights, y, H, HAS_BIAS, MMA)
+        ends = (first + BLOCK_M // 2, end)
+        _write_y(acc1, row, weights, ends, order, topk_weights, y, H, HAS_BIAS, MMA)
+    elif whole:
+        row = row_block * (2 * 16 * WARPS)
         _write_y(acc0, row, weights, ends, order, topk_weights, y, H, HAS_BIAS, MMA)
         row += 16 * WARPS
         if row < H:
@@ -391,7 +408,8 @@ def down_hopper_kernel(
     PDL: gl.constexpr = False,
 ):
     """y = topk_weight * (h @ w2 + bias) for one token tile and 32 columns a warp; as ``w4a16_gemm.down_kernel``."""
-    BLOCK_N: gl.constexpr = TILES * 16 * gl.num_warps()
+    WIDE: gl.constexpr = BLOCK_M > 128
+    BLOCK_N: gl.constexpr = (1 if WIDE else 2) * 16 * gl.num_warps()
     block = gl.program_id(0) // SPLIT_K
     blocks = gl.cdiv(H, BLOCK_N)
     tiles = gl.load(num_tiles)  # gate_up waited for the route before this kernel could start
@@ -411,5 +429,5 @@ def down_hopper_kernel(
         end - first,
         BLOCK_M,
         MIN_M,
-        (h, weights, topk_weights, order, y, shared, place, (first, end), sizes, STAGES, SPLIT_K, E4M3, HAS_BIAS, PDL),
+        (h, weights, topk_weights, order, y, shared, place, (first, end), sizes, STAGES, SPLIT_K, E4M3, HAS_BIAS, PDL, WIDE),
     )
