@@ -65,7 +65,7 @@ def compile_with(
     Args:
         device: choose kernels for this device instead of the one that holds the activations.
         on_report: is given each graph's report.
-        generate_code: False stops after lowering and runs the graph as written.
+        generate_code: False stops after lowering, tries no kernel and runs the graph as written.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
@@ -129,7 +129,7 @@ def _inner_compile(
     compile_inner = config.patch(later_patches)(compile_fx_inner)
     name_inputs(gm.graph, input_names)
     as_written = None if generate_code else fx.GraphModule(gm, _copy_graph(gm))
-    lowering = _lower(gm, options, device) if _may_rewrite(gm, kwargs, on_report) else None
+    lowering = _lower(gm, options, device, generate_code) if _may_rewrite(gm, kwargs, on_report) else None
     if lowering is not None:
         broken = report_broken_experts(gm.graph, lowering.report)
         if on_report is not None:
@@ -146,9 +146,9 @@ def _inner_compile(
     return fold_and_compile(gm, example_inputs, static_input_idxs, lowering, compile_graph, release_originals=release)
 
 
-def _lower(gm: fx.GraphModule, options: Options, device: DeviceInfo | None) -> Lowering:
+def _lower(gm: fx.GraphModule, options: Options, device: DeviceInfo | None, try_kernels: bool) -> Lowering:
     dump_graph("FP4MOE BEFORE", gm)
-    lowering = lower(gm.graph, options, device)
+    lowering = lower(gm.graph, options, device, try_kernels=try_kernels)
     gm.recompile()
     dump_report(lowering.report)
     return lowering

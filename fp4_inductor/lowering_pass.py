@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,7 @@ from .errors import UnmatchedError
 from .fold import FoldedCall, fold
 from .matching import Match, Recognition, find_matches
 from .options import Options
+from .probe import probe
 from .report import LoweringReport, SiteReport, dump_graph, log_report
 from .select import Selection, select
 from .spec import Operand
@@ -41,13 +43,15 @@ class Lowering:
     verification: Verification | None
 
 
-def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None) -> Lowering:
+def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None, *, try_kernels: bool = True) -> Lowering:
     """Rewrite every recognised MoE block of ``graph`` in place and say what was decided.
 
     Args:
         graph: functional ATen, with fake values in ``meta["val"]``.
         options: how blocks are lowered.
         device: choose kernels for this device; by default for the one that holds the activations.
+        try_kernels: on that one, a kernel whose library may fail is tried before it is chosen; without, only what
+            earlier trials found counts (``probe``).
 
     Raises:
         NoBackendError, UnknownNameError: see ``select``.
@@ -55,7 +59,7 @@ def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None) -
     """
     found = find_matches(graph)
     check_wishes(found, options)
-    chosen = [(match, _select(match, options, device)) for match in found.matches[: options.max_sites]]
+    chosen = [(match, _select(match, options, device, try_kernels)) for match in found.matches[: options.max_sites]]
     rewrites = [(match, selection, _emit(graph, match, selection)) for match, selection in chosen]
     for match, _, new in rewrites:
         if new is not None:
@@ -121,11 +125,13 @@ def check_wishes(found: Recognition, options: Options) -> None:
         )
 
 
-def _select(match: Match, options: Options, device: DeviceInfo | None) -> Selection:
+def _select(match: Match, options: Options, device: DeviceInfo | None, try_kernels: bool) -> Selection:
+    trial = None
     if device is None:
         hidden: torch.Tensor = match.node(Operand.HIDDEN).meta["val"]
         device = DeviceInfo.current(hidden.device)
-    selection = select(match.spec, device, options, where=str(match.where))
+        trial = partial(probe, device=device, where=hidden.device, launch=try_kernels)
+    selection = select(match.spec, device, options, where=str(match.where), probe=trial)
     return tuned(selection) if options.autotune else selection
 
 

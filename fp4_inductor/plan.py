@@ -42,6 +42,7 @@ class KernelPlan:
         padding: what was padded, for people ("" if nothing was).
         weighs_input: the op itself multiplies what goes into an expert by its routing weight, where the spec says
             ``weight_on_input``. For ops that do not, whoever interprets the plan gives them rows of one slot each.
+        activations: the format to which the op rounds activations; None where they stay in their dtype.
     """
 
     op: str
@@ -49,6 +50,7 @@ class KernelPlan:
     layout: str = "canonical"
     padding: str = ""
     weighs_input: bool = False
+    activations: str | None = None
 
     @property
     def prepared(self) -> tuple[Prepared, ...]:

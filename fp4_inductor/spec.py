@@ -88,6 +88,17 @@ class GateUpOrder(Enum):
         return self.value
 
 
+class GlobalGrain(Enum):
+    """Which rows of a weight share a global scale, by how the graph holds them, whatever their values are."""
+
+    EXPERT = "expert"  # all rows of an expert
+    HALF = "half"  # the gate rows of an expert one, its up rows another
+    ROW = "row"  # none
+
+    def __str__(self) -> str:
+        return self.value
+
+
 class Scoring(Enum):
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -251,6 +262,7 @@ class MoESpec:
     dtypes and rounded to ``act_dtype``, instead of what comes out.
     ``weights_transposed`` tells people how the model stores its weights ([E, K, N]); codes are
     canonical for kernels either way.
+    ``w13_global`` and ``w2_global``: EXPERT also where the format has no global scales.
     ``activation_format``: what kernels may round activations to, "nvfp4" or "mxfp8", beside ``act_dtype``: a
     permission of the user's, of which the graph says nothing.
     """
@@ -270,6 +282,8 @@ class MoESpec:
     weights_transposed: bool = False
     has_w13_bias: bool = False
     has_w2_bias: bool = False
+    w13_global: GlobalGrain = GlobalGrain.EXPERT
+    w2_global: GlobalGrain = GlobalGrain.EXPERT
     weight_on_input: bool = False
     local_experts: ExpertRange | None = None
     activation_format: str | None = None
@@ -289,6 +303,8 @@ class MoESpec:
         if self.activation_format is not None:
             dtype = f"({dtype}|{self.activation_format})"
         biases = " +bias" if self.has_w13_bias or self.has_w2_bias else ""
+        grains = {"w13": self.w13_global, "w2": self.w2_global}
+        biases += "".join(f" {name}_global/{grain}" for name, grain in grains.items() if grain != GlobalGrain.EXPERT)
         return (
             f"{self.num_experts}x top-{self.top_k} H={self.hidden_size} I={self.intermediate_size} "
             f"{self.weight_format}×{dtype} {self.activation}{biases} T={self.num_tokens} router={self.router}"

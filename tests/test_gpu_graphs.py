@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_graphs import CapturedCall
 from models import MoEStack, hidden_states, pack_experts, tiny_model, token_ids
 from moe_cases import CLAMPED_SWIGLU, MoECase, make_case, poison_allocator
 from test_dynamo_backend import WHOLE, assert_same_logits, logits
@@ -50,14 +51,6 @@ class Block:
     def __call__(self) -> torch.Tensor:
         return run_plan(self.plan, self.case.operands, self.prepared)
 
-    def captured(self) -> Graph:
-        self()  # compiles
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = self()
-        return Graph(graph, out)
-
     def redraw(self, seed: int) -> None:
         """Other tokens and other experts, in the same memory."""
         rng = torch.Generator("cuda").manual_seed(seed)
@@ -66,18 +59,6 @@ class Block:
         drawn = torch.rand(len(ids), self.case.spec.num_experts, generator=rng, device="cuda")
         ids.copy_(drawn.topk(ids.shape[1]).indices)
         weights.copy_(torch.rand(weights.shape, generator=rng, device="cuda"))
-
-
-class Graph:
-    """A captured call and where it writes."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, out: torch.Tensor) -> None:
-        self.graph, self.out = graph, out
-
-    def replay(self) -> torch.Tensor:
-        self.out.fill_(float("nan"))
-        self.graph.replay()
-        return self.out
 
 
 @contextmanager
@@ -94,7 +75,7 @@ def no_host_waits() -> Iterator[None]:
 @pytest.mark.parametrize("num_tokens", COUNTS)
 def test_replays_follow_their_inputs_bit_for_bit(num_tokens: int, fmt: BlockFormat) -> None:
     block = Block(fmt, num_tokens)
-    graph = block.captured()
+    graph = CapturedCall(block)
     for seed in range(4):
         block.redraw(seed)
         got = graph.replay().clone()
@@ -105,7 +86,7 @@ def test_replays_follow_their_inputs_bit_for_bit(num_tokens: int, fmt: BlockForm
 def test_replays_follow_all_tokens_to_one_expert_and_back() -> None:
     """From every expert used to one: numbers of tiles differ, grids do not."""
     block = Block(NVFP4, 130)
-    graph = block.captured()
+    graph = CapturedCall(block)
     ids = block.case.operands[Operand.TOPK_IDS]
     spread = ids.clone()
     for drawn in (torch.full_like(spread, 3), spread, torch.full_like(spread, -1), spread):
@@ -118,7 +99,7 @@ def test_replays_follow_all_tokens_to_one_expert_and_back() -> None:
 @formats
 def test_replays_follow_weights_written_in_place(fmt: BlockFormat) -> None:
     block, other = Block(fmt, 3), Block(fmt, 3, seed=1)
-    graph = block.captured()
+    graph = CapturedCall(block)
     for _ in range(2):
         before = graph.replay().clone()
         for name, tensor in block.prepared.items():
@@ -132,7 +113,7 @@ def test_replays_follow_weights_written_in_place(fmt: BlockFormat) -> None:
 
 def test_graphs_alive_together_replay_in_any_order_on_two_streams() -> None:
     blocks = [Block(MXFP4, count, seed=count) for count in (2, 64, 1024)]
-    graphs = [block.captured() for block in blocks]
+    graphs = [CapturedCall(block) for block in blocks]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     want = [block() for block in blocks]
     order = random.Random(0)

@@ -11,6 +11,7 @@ from ..reasons import ReasonCode
 from ..spec import ActivationSpec, MoESpec
 from .base import KernelBackend
 from .cpu import CpuBackend
+from .flashinfer_cutedsl import FlashinferCutedslBackend
 from .flashinfer_cutlass import FlashinferCutlassBackend
 from .flashinfer_trtllm import FlashinferTrtllmBackend
 from .reference import ReferenceBackend
@@ -20,6 +21,7 @@ BACKENDS: tuple[KernelBackend, ...] = (
     TritonW4A16Backend(),
     FlashinferTrtllmBackend(),
     FlashinferCutlassBackend(),
+    FlashinferCutedslBackend(),
     CpuBackend(),
     ReferenceBackend(),
 )

@@ -37,6 +37,18 @@ class KernelBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class ProbedBackend(KernelBackend, Protocol):
+    """A backend whose library builds, fetches or loads code when it is first called, any of which may fail.
+
+    Where its device is at hand, its plan is tried on a small layer before a graph is rewritten for it.
+    """
+
+    def probe_errors(self) -> tuple[type[Exception], ...]:
+        """What its library raises where it cannot do that, and where a launch fails; may import the library."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """One GEMM's weights as the op got them: canonical, or in the backend's own layout."""

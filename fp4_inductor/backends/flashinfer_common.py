@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +29,19 @@ logger = logging.getLogger(__name__)
 LIBRARY = "flashinfer-python"
 OLDEST, TOO_NEW = (0, 7, 1), (0, 8)
 INSTALL = f"pip install '{LIBRARY}>=0.7.1,<0.8'"
+PROBE_ERRORS: tuple[type[Exception], ...] = (
+    # The library, or something that it needs, is not there or does not load.
+    ImportError,
+    # No nvcc or ninja, no network, no right to write: errors of requests and filelock are OSErrors.
+    OSError,
+    # A compiler that does not run.
+    subprocess.SubprocessError,
+    # A build or a download failed, JIT is disabled, a combination is not implemented, CUDA refused.
+    RuntimeError,
+    # Checks in C++ come under these names, too, and a function that changed its arguments is a TypeError.
+    *(ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError),
+)
+"""What FlashInfer's functions raise where they cannot run. Not MemoryError, which is nobody's refusal."""
 _ANOTHER = "leave fp4moe.backend out, so that another backend is chosen"
 _WEIGHTS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

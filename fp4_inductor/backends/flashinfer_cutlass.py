@@ -27,6 +27,7 @@ from ..reasons import Verdict
 from ..spec import MoESpec, Operand
 from .base import ExpertsCall, define_experts_op, experts_args
 from .flashinfer_common import (
+    PROBE_ERRORS,
     Mode,
     activation_function,
     announce_build,
@@ -130,6 +131,9 @@ class FlashinferCutlassBackend:
         """Below ``triton_w4a16``: slower at every size measured on sm_90, and not measured elsewhere."""
         return 20
 
+    def probe_errors(self) -> tuple[type[Exception], ...]:
+        return PROBE_ERRORS
+
     def plan(self, spec: MoESpec, device: DeviceInfo) -> KernelPlan:
         mode = choose_mode(MODES, spec, device)
         assert mode is not None, "check refuses it"
@@ -142,8 +146,8 @@ class FlashinferCutlassBackend:
             if biased:
                 ready[f"{name}_bias"] = _bias(name, placing, has_bias)
         args = experts_args(replace(spec, has_w13_bias=biased, has_w2_bias=biased), **ready)  # type: ignore[arg-type]
-        padding = padding_text(spec, mode.rows)
-        return KernelPlan(_OPS[mode.name], args, layout=_LAYOUTS[mode.name], padding=padding)
+        padding, layout = padding_text(spec, mode.rows), _LAYOUTS[mode.name]
+        return KernelPlan(_OPS[mode.name], args, layout=layout, padding=padding, activations=mode.activations)
 
 
 @cache

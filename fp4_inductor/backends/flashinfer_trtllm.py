@@ -25,6 +25,7 @@ from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import MoESpec, Operand
 from .base import ExpertsCall, define_experts_op, experts_args
 from .flashinfer_common import (
+    PROBE_ERRORS,
     Mode,
     activation_function,
     by_expert,
@@ -149,6 +150,9 @@ class FlashinferTrtllmBackend:
         """Below ``triton_w4a16``, since it is not measured."""
         return 30
 
+    def probe_errors(self) -> tuple[type[Exception], ...]:
+        return PROBE_ERRORS
+
     def plan(self, spec: MoESpec, device: DeviceInfo) -> KernelPlan:
         mode = choose_mode(MODES, spec, device)
         assert mode is not None, "check refuses it"
@@ -160,8 +164,8 @@ class FlashinferTrtllmBackend:
             **_weight("w2", mode, placing, common, spec.has_w2_bias),
         }
         args = experts_args(spec, **ready)  # type: ignore[arg-type]
-        padding = padding_text(spec, mode.rows)
-        return KernelPlan(_OPS[mode.name], args, layout="shuffled rows, scale tiles", padding=padding)
+        padding, layout = padding_text(spec, mode.rows), "shuffled rows, scale tiles"
+        return KernelPlan(_OPS[mode.name], args, layout=layout, padding=padding, activations=mode.activations)
 
 
 def _limit_reasons(spec: MoESpec) -> list[Reason]:

@@ -1,0 +1,187 @@
+"""Stands in for FlashInfer's CuTe-DSL functions: checks every argument, then computes what the kernel does with it.
+
+As in ``flashinfer_stand_in``; beside shapes and dtypes, block scales must lie under the strides that kernels read by.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from flashinfer_stand_in import (
+    FP4_QUANTIZE,
+    INSTALLED,
+    MXFP8_QUANTIZE,
+    ActivationType,
+    _activated,
+    _routes,
+    _ungated,
+    by_expert,
+    fp4_quantize,
+    is_like,
+    mxfp8_quantize,
+    real,
+    values,
+)
+
+from fp4_inductor.layouts.gate_up import UP_GATE, RowOrder, reorder_gate_up
+from fp4_inductor.layouts.kernel_rows import BLOCKS_OF_64
+from fp4_inductor.layouts.scale_128x4 import from_mma_scale_view, from_scale_tiles
+
+CUTEDSL = "fused_moe.cute_dsl_fused_moe"
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Put the functions here in FlashInfer's place; returns the names of those called, as they are."""
+    signatures = {name: inspect.signature(real(name)) for name in _FUNCTIONS} if INSTALLED else {}
+    calls: list[str] = []
+
+    def recorded(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if signatures:
+                signatures[name].bind(*args, **kwargs)
+            return _FUNCTIONS[name](*args, **kwargs)
+
+        return call
+
+    modules = {name: ModuleType(name) for name in ("flashinfer", "flashinfer.fused_moe", "flashinfer.tllm_enums")}
+    for name in _FUNCTIONS:
+        path, _, function = f"flashinfer.{name}".rpartition(".")
+        setattr(modules[path], function, recorded(name))
+    modules["flashinfer.tllm_enums"].ActivationType = ActivationType  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+def weights_under_view(codes: torch.Tensor, view: torch.Tensor, block: int) -> torch.Tensor:
+    """float64 [E, N, K] of codes and block scales under the six-dimensional view."""
+    experts, rows, columns = *codes.shape[:2], codes.shape[2] * 2
+    is_like(codes, torch.uint8, experts, rows, columns // 2)
+    assert codes.is_contiguous()
+    row_tiles, column_tiles = -(-rows // 128), -(-columns // (4 * block))
+    encoding = torch.uint8 if block == 32 else torch.float8_e4m3fn
+    is_like(view, encoding, 32, 4, row_tiles, 4, column_tiles, experts)
+    assert view.stride() == (16, 4, column_tiles * 512, 1, 512, row_tiles * column_tiles * 512)
+    tiles = from_mma_scale_view(view)
+    return values(codes, from_scale_tiles(tiles, rows, columns // block))
+
+
+def gate_and_up_last(rows: torch.Tensor, order: RowOrder, gated: bool) -> torch.Tensor:
+    """Rows of w13 as halves, up first, where gated."""
+    return reorder_gate_up(rows, order, UP_GATE) if gated else rows
+
+
+def check_routes(ids: torch.Tensor, weights: torch.Tensor, experts: int, top_k: int) -> None:
+    """-1 is the only id outside: kernels may read others in 16 bits, or index by them."""
+    is_like(ids, torch.int32, ids.shape[0], top_k)
+    is_like(weights, torch.float32, ids.shape[0], top_k)
+    assert bool(((ids >= -1) & (ids < experts)).all())
+
+
+def experts_in_float64(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    alpha1: torch.Tensor,
+    alpha2: torch.Tensor,
+    quantise2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    name: str,
+    knobs: tuple[float, float, float | None],
+) -> torch.Tensor:
+    """bfloat16 [T, H] of w1's halves, up first; factors [E] multiply accumulators and products of gate and up."""
+    experts, hidden_size, inner = w2.shape
+    out = torch.zeros(ids.shape[0], hidden_size, dtype=torch.float64)
+    for token, slot, e in _routes(ids, experts):
+        y = w1[e] @ x[token] * alpha1[e].double()
+        numbers = [None if knob is None else torch.tensor(knob, dtype=torch.float64) for knob in knobs]
+        h = _ungated(name, y) if name == "Relu2" else _activated(name, y[:inner], y[inner:], *numbers)
+        z = w2[e] @ (h * quantise2[e].double()) * alpha2[e].double()
+        out[token] += weights[token, slot].double() * z
+    return out.to(torch.bfloat16)
+
+
+def cute_dsl_fused_moe(
+    *,
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    token_selected_experts: torch.Tensor,
+    token_final_scales: torch.Tensor,
+    w1_weight: torch.Tensor,
+    w1_weight_sf: torch.Tensor,
+    w1_alpha: torch.Tensor,
+    fc2_input_scale: torch.Tensor | None,
+    w2_weight: torch.Tensor,
+    w2_weight_sf: torch.Tensor,
+    w2_alpha: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    output_dtype: torch.dtype,
+    use_fused_finalize: bool,
+    activation_type: int,
+    swiglu_alpha: float,
+    swiglu_beta: float,
+    swiglu_limit: float,
+    quant_mode: str,
+) -> torch.Tensor:
+    name, tokens, hidden_size = ActivationType(activation_type).name, x.shape[0], w2_weight.shape[1]
+    assert name in ("Swiglu", "GegluTanh", "Relu2")
+    assert output_dtype == torch.bfloat16
+    assert use_fused_finalize == (quant_mode == "w4a8")
+    gated, block = name != "Relu2", 32 if quant_mode == "w4a8" else 16
+    inner = w2_weight.shape[2] * 2
+    assert w1_weight.shape == (num_experts, inner * (1 + gated), hidden_size // 2)
+    assert w1_weight.shape[1] % 128 == 0, "no partial tile"
+    assert hidden_size % (256 if block == 16 else 128) == 0
+    assert inner % (64 if block == 16 and gated else 128) == 0
+    assert all(knob == float(knob) for knob in (swiglu_alpha, swiglu_beta, swiglu_limit))
+    assert 0 < swiglu_limit <= torch.finfo(torch.float32).max
+    check_routes(token_selected_experts, token_final_scales, num_experts, top_k)
+    by_expert(num_experts, w1_alpha, w2_alpha)
+    tensors = (x, x_sf, token_selected_experts, token_final_scales, w1_alpha, fc2_input_scale, w2_alpha)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    assert all(t is None or t.data_ptr() % 16 == 0 for t in (w1_alpha, w2_alpha, fc2_input_scale))
+    quantise2 = torch.ones(1)
+    if quant_mode == "w4a4":
+        is_like(x, torch.uint8, tokens, hidden_size // 2)
+        is_like(x_sf, torch.float8_e4m3fn, tokens, hidden_size // 16)
+        is_like(fc2_input_scale, torch.float32, 1)
+        numbers, quantise2 = values(x, x_sf), fc2_input_scale
+    else:
+        assert fc2_input_scale is None
+    if quant_mode == "w4a8":
+        is_like(x, torch.float8_e4m3fn, tokens, hidden_size)
+        is_like(x_sf, torch.uint8, tokens, hidden_size // 32)
+        numbers = x.double() * torch.exp2(x_sf.double() - 127).repeat_interleave(32, dim=-1)
+    if quant_mode == "w4a16":
+        assert x_sf is None
+        is_like(x, torch.bfloat16, tokens, hidden_size)
+        numbers = x.double()
+    w1 = gate_and_up_last(weights_under_view(w1_weight, w1_weight_sf, block), BLOCKS_OF_64, gated)
+    return experts_in_float64(
+        numbers,
+        w1,
+        weights_under_view(w2_weight, w2_weight_sf, block),
+        w1_alpha,
+        w2_alpha,
+        quantise2.expand(num_experts),
+        token_selected_experts,
+        token_final_scales,
+        name,
+        (swiglu_alpha, swiglu_beta, swiglu_limit),
+    )
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    CUTEDSL: cute_dsl_fused_moe,
+    FP4_QUANTIZE: fp4_quantize,
+    MXFP8_QUANTIZE: mxfp8_quantize,
+}
