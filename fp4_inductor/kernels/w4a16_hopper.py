@@ -60,7 +60,6 @@ def _product(
     SPLIT_K: gl.constexpr,
     E4M3: gl.constexpr,
     WAIT: gl.constexpr,
-    WIDE: gl.constexpr,
     MMA: gl.constexpr,
 ):
     """Two tiles of weights [n, K] times tokens [K, BLOCK_M], in float32.
@@ -80,11 +79,10 @@ def _product(
     start = split * span
     steps = gl.minimum(groups - start, span)
 
-    COLUMNS: gl.constexpr = BLOCK_M // (2 if WIDE else 1)
-    buffers, token_buffers = allocate(STAGES, BLOCK_M, E4M3, WIDE)
+    buffers, token_buffers = allocate(STAGES, BLOCK_M, E4M3)
     buffers0, buffers1, scale_buffers = buffers
-    row_tile = row_block * ((1 if WIDE else 2) * TILE // ROWS)
-    weights = weight_pointers(words, scales, row_tile, row_tiles, groups, start, E4M3, WIDE)
+    row_tile = row_block * (2 * TILE // ROWS)
+    weights = weight_pointers(words, scales, row_tile, row_tiles, groups, start, E4M3)
     for i in gl.static_range(STAGES - 1):
         copy_weights(buffers, i, ahead(weights, i, E4M3), i < steps)
 
@@ -100,8 +98,8 @@ def _product(
     for _ in gl.static_range(YOUNGER):
         async_copy.commit_group()
 
-    acc0 = gl.zeros([TILE, COLUMNS], gl.float32, MMA)
-    acc1 = warpgroup_mma_init(gl.zeros([TILE, COLUMNS], gl.float32, MMA))
+    acc0 = gl.zeros([TILE, BLOCK_M], gl.float32, MMA)
+    acc1 = warpgroup_mma_init(gl.zeros([TILE, BLOCK_M], gl.float32, MMA))
     # There is a step; but where a way seems to lead around the loop, ptxas waits for every product at once.
     turns = gl.maximum(gl.cdiv(steps, STAGES), 1)
     left = steps - (STAGES - 1)
@@ -210,26 +208,19 @@ def _gate_up_tile(
     BOUND: gl.constexpr,
     KIND: gl.constexpr,
     PDL: gl.constexpr,
-    WIDE: gl.constexpr,
 ):
     """At most BLOCK_M rows of h and two weight tiles' rows of w13; the weights are one expert's."""
     WARPS: gl.constexpr = gl.num_warps()
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M // (2 if WIDE else 1), 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     row_block, split = place
     top_k, H, I, N = sizes  # noqa: E741
     acc0, acc1 = _product(
-        ends, hidden, order, weights, place, (top_k, H, N // ROWS), BLOCK_M, STAGES, SPLIT_K, E4M3, False, WIDE, MMA
+        ends, hidden, order, weights, place, (top_k, H, N // ROWS), BLOCK_M, STAGES, SPLIT_K, E4M3, False, MMA
     )
     if PDL:  # later than it might: programs that wait take the place of others, and crowd on a few multiprocessors
         gdc_launch_dependents()
-    acc0, acc1, whole = _whole_sum(acc0, acc1, shared, split, BLOCK_M // (2 if WIDE else 1), SPLIT_K, MMA)
-    if WIDE:
-        first, end = ends
-        row = row_block * (16 * WARPS)
-        _write_h(acc0, row, weights, ends, h, I, N, knobs, HAS_BIAS, GATED, BOUND, KIND, MMA)
-        ends = (first + BLOCK_M // 2, end)
-        _write_h(acc1, row, weights, ends, h, I, N, knobs, HAS_BIAS, GATED, BOUND, KIND, MMA)
-    elif whole:
+    acc0, acc1, whole = _whole_sum(acc0, acc1, shared, split, BLOCK_M, SPLIT_K, MMA)
+    if whole:
         row = row_block * (2 * 16 * WARPS)
         _write_h(acc0, row, weights, ends, h, I, N, knobs, HAS_BIAS, GATED, BOUND, KIND, MMA)
         row += 16 * WARPS
@@ -272,8 +263,7 @@ def gate_up_hopper_kernel(
     PDL: gl.constexpr = False,
 ):
     """h = act(hidden @ w13) for one token tile and 32 rows of w13 a warp; as ``w4a16_gemm.gate_up_kernel``."""
-    WIDE: gl.constexpr = BLOCK_M > 128
-    BLOCK_N: gl.constexpr = (1 if WIDE else 2) * 16 * gl.num_warps()
+    BLOCK_N: gl.constexpr = 2 * 16 * gl.num_warps()
     if PDL:
         gdc_wait()
     N = I * 2 if GATED else I
@@ -311,7 +301,6 @@ def gate_up_hopper_kernel(
             BOUND,
             KIND,
             PDL,
-            WIDE,
         ),
     )
 
@@ -353,26 +342,19 @@ def _down_tile(
     E4M3: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
-    WIDE: gl.constexpr,
 ):
     """At most BLOCK_M rows of y and two weight tiles' columns; the weights are one expert's."""
     WARPS: gl.constexpr = gl.num_warps()
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M // (2 if WIDE else 1), 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     row_block, split = place
     H, I = sizes  # noqa: E741
     acc0, acc1 = _product(
-        ends, h, order, weights, place, (None, I, gl.cdiv(H, ROWS)), BLOCK_M, STAGES, SPLIT_K, E4M3, PDL, WIDE, MMA
+        ends, h, order, weights, place, (None, I, gl.cdiv(H, ROWS)), BLOCK_M, STAGES, SPLIT_K, E4M3, PDL, MMA
     )
     if PDL:
         gdc_launch_dependents()
-    acc0, acc1, whole = _whole_sum(acc0, acc1, shared, split, BLOCK_M // (2 if WIDE else 1), SPLIT_K, MMA)
-    if WIDE:
-        first, end = ends
-        row = row_block * (16 * WARPS)
-        _write_y(acc0, row, weights, ends, order, topk_weights, y, H, HAS_BIAS, MMA)
-        ends = (first + BLOCK_M // 2, end)
-        _write_y(acc1, row, weights, ends, order, topk_weights, y, H, HAS_BIAS, MMA)
-    elif whole:
+    acc0, acc1, whole = _whole_sum(acc0, acc1, shared, split, BLOCK_M, SPLIT_K, MMA)
+    if whole:
         row = row_block * (2 * 16 * WARPS)
         _write_y(acc0, row, weights, ends, order, topk_weights, y, H, HAS_BIAS, MMA)
         row += 16 * WARPS
@@ -408,8 +390,7 @@ def down_hopper_kernel(
     PDL: gl.constexpr = False,
 ):
     """y = topk_weight * (h @ w2 + bias) for one token tile and 32 columns a warp; as ``w4a16_gemm.down_kernel``."""
-    WIDE: gl.constexpr = BLOCK_M > 128
-    BLOCK_N: gl.constexpr = (1 if WIDE else 2) * 16 * gl.num_warps()
+    BLOCK_N: gl.constexpr = 2 * 16 * gl.num_warps()
     block = gl.program_id(0) // SPLIT_K
     blocks = gl.cdiv(H, BLOCK_N)
     tiles = gl.load(num_tiles)  # gate_up waited for the route before this kernel could start
@@ -429,5 +410,5 @@ def down_hopper_kernel(
         end - first,
         BLOCK_M,
         MIN_M,
-        (h, weights, topk_weights, order, y, shared, place, (first, end), sizes, STAGES, SPLIT_K, E4M3, HAS_BIAS, PDL, WIDE),
+        (h, weights, topk_weights, order, y, shared, place, (first, end), sizes, STAGES, SPLIT_K, E4M3, HAS_BIAS, PDL),
     )

@@ -39,18 +39,18 @@ def _word_lanes(warps):
 
 
 @gluon.constexpr_function
-def _scale_copy(warps, tiles):
-    return gl.BlockedLayout([1, 1], [1, 32], [tiles, warps // tiles], [1, 0])
+def _scale_copy(warps):
+    return gl.BlockedLayout([1, 1], [1, 32], [2, warps // 2], [1, 0])
 
 
 @gluon.constexpr_function
-def _scale_lanes(warps, e4m3, tiles):
+def _scale_lanes(warps, e4m3):
     """Scale words [tile, word] of the rows that a thread holds words of."""
     lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
     words = 16 if e4m3 else 8
     warp_words = [[0, words], [0, 2 * words], [0, 4 * words]][: 2 if warps == 4 else 3]
-    registers = [[1, 0]] * (tiles - 1) + [[0, 8]] * bool(e4m3)
-    return gl.DistributedLinearLayout(registers, lanes, warp_words, [], [tiles, words * warps])
+    registers = [[1, 0]] + [[0, 8]] * bool(e4m3)
+    return gl.DistributedLinearLayout(registers, lanes, warp_words, [], [2, words * warps])
 
 
 @gluon.constexpr_function
@@ -70,20 +70,10 @@ def _both(pairs, HIGH: gl.constexpr):
 
 
 @gluon.jit
-def _rotated(words):
-    """By 8 to the right."""
-    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x0321;", "=r,r", args=[words], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _scales_beside(scales, words, E4M3: gl.constexpr):
     """The four bytes of scale words [n] as bfloat16 scales beside ``words``, in both halves of int32 [n, 1]."""
     scales = gl.convert_layout(scales, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
     scales = gl.expand_dims(scales, 1)
-    if E4M3 == 2:  # words rotated to the left by 4
-        even = (scales & 0x0FF00FF0) | 0x70007000
-        odd = (_rotated(scales) & 0x0FF00FF0) | 0x70007000
-        return _both(even, False), _both(odd, False), _both(even, True), _both(odd, True)
     even = scales & 0x00FF00FF
     odd = (scales >> 8) & 0x00FF00FF
     if E4M3:
@@ -129,16 +119,7 @@ def _decoded(words, upper, lower, OPERAND: gl.constexpr, E4M3: gl.constexpr):
 def _scales_of_tiles(scales, E4M3: gl.constexpr):
     """Scale words of two weight tiles from [2, words]: upper and lower rows of the first, then of the second."""
     SIZE: gl.constexpr = scales.shape[1]
-    if scales.shape[0] == 1:
-        if E4M3:
-            upper0, lower0 = gl.split(scales.reshape((SIZE // 16, 2, 8)).permute((0, 2, 1)))
-            upper0 = upper0.reshape((SIZE // 2,))
-            lower0 = lower0.reshape((SIZE // 2,))
-        else:
-            upper0 = scales.reshape((SIZE,))
-            lower0 = upper0
-        upper1, lower1 = upper0, lower0
-    elif E4M3:
+    if E4M3:
         upper, lower = gl.split(scales.reshape((2, SIZE // 16, 2, 8)).permute((0, 1, 3, 2)))
         upper0, upper1 = gl.split(upper.reshape((2, SIZE // 2)).permute((1, 0)))
         lower0, lower1 = gl.split(lower.reshape((2, SIZE // 2)).permute((1, 0)))
@@ -154,8 +135,7 @@ def copy_weights(buffers, i: gl.constexpr, weights, live):
     words0, words1, scales = weights
     buffers0, buffers1, scale_buffers = buffers
     copy(buffers0[i], words0, mask=live)
-    if scales.shape[0] == 2:
-        copy(buffers1[i], words1, mask=live)
+    copy(buffers1[i], words1, mask=live)
     copy(scale_buffers[i], scales, mask=live)
 
 
@@ -164,13 +144,11 @@ def ahead(weights, steps: gl.constexpr, E4M3: gl.constexpr):
     """Pointers to words and scales of a later step."""
     SIZE: gl.constexpr = ROWS if E4M3 else ROWS // 2
     words0, words1, scales = weights
-    if scales.shape[0] == 2:
-        words1 += steps * WORDS
-    return words0 + steps * WORDS, words1, scales + steps * SIZE
+    return words0 + steps * WORDS, words1 + steps * WORDS, scales + steps * SIZE
 
 
 @gluon.jit
-def weight_pointers(words, scales, row_tile, row_tiles, groups, group, E4M3: gl.constexpr, WIDE: gl.constexpr):
+def weight_pointers(words, scales, row_tile, row_tiles, groups, group, E4M3: gl.constexpr):
     """Words [n, 16] of two weight tiles and their scale words [2, n or n/2] in ``group``; the last row tile repeats.
 
     ``row_tile`` counts tiles of 64 rows.
@@ -182,19 +160,16 @@ def weight_pointers(words, scales, row_tile, row_tiles, groups, group, E4M3: gl.
     tile = row_tile + row // ROWS
     offset = (group * WORDS + row % ROWS * PLANE)[:, None] + word[None, :]
     words0 = words + (gl.minimum(tile, row_tiles - 1) * groups * WORDS)[:, None] + offset
-    if WIDE:
-        words1 = words0
-    else:
-        words1 = words + (gl.minimum(tile + WARPS // 4, row_tiles - 1) * groups * WORDS)[:, None] + offset
-    SCALE_COPY: gl.constexpr = _scale_copy(WARPS, 1 if WIDE else 2)
-    which = gl.arange(0, 1 if WIDE else 2, gl.SliceLayout(1, SCALE_COPY))
+    words1 = words + (gl.minimum(tile + WARPS // 4, row_tiles - 1) * groups * WORDS)[:, None] + offset
+    SCALE_COPY: gl.constexpr = _scale_copy(WARPS)
+    which = gl.arange(0, 2, gl.SliceLayout(1, SCALE_COPY))
     word = gl.arange(0, SIZE * WARPS // 4, gl.SliceLayout(0, SCALE_COPY))
     tile = gl.minimum(row_tile + (which * (WARPS // 4))[:, None] + (word // SIZE)[None, :], row_tiles - 1)
     return words0, words1, scales + (tile * groups + group) * SIZE + (word % SIZE)[None, :]
 
 
 @gluon.jit
-def allocate(STAGES: gl.constexpr, BLOCK_M: gl.constexpr, E4M3: gl.constexpr, WIDE: gl.constexpr):
+def allocate(STAGES: gl.constexpr, BLOCK_M: gl.constexpr, E4M3: gl.constexpr):
     """STAGES buffers of two tiles of words, of their scale words, and of tokens [BLOCK_M, 64]."""
     TILE: gl.constexpr = 16 * gl.num_warps()
     SIZE: gl.constexpr = TILE if E4M3 else TILE // 2
@@ -204,11 +179,8 @@ def allocate(STAGES: gl.constexpr, BLOCK_M: gl.constexpr, E4M3: gl.constexpr, WI
     tokens = ()
     for _ in gl.static_range(STAGES):
         words0 += (gl.allocate_shared_memory(gl.int16, [TILE, PLANE], _WORD_SHARED),)
-        if WIDE:
-            words1 = words0
-        else:
-            words1 += (gl.allocate_shared_memory(gl.int16, [TILE, PLANE], _WORD_SHARED),)
-        scales += (gl.allocate_shared_memory(gl.int32, [1 if WIDE else 2, SIZE], _SCALE_SHARED),)
+        words1 += (gl.allocate_shared_memory(gl.int16, [TILE, PLANE], _WORD_SHARED),)
+        scales += (gl.allocate_shared_memory(gl.int32, [2, SIZE], _SCALE_SHARED),)
         tokens += (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, GROUP], _TOKEN_SHARED),)
     return (words0, words1, scales), tokens
 
@@ -234,20 +206,13 @@ def multiply(acc0, acc1, words0, words1, scales, tokens, E4M3: gl.constexpr, MMA
     has begun, and their registers take turns.
     """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    SCALE_LANES: gl.constexpr = _scale_lanes(gl.num_warps(), E4M3, scales.shape[0])
+    SCALE_LANES: gl.constexpr = _scale_lanes(gl.num_warps(), E4M3)
     WORD_LANES: gl.constexpr = _word_lanes(gl.num_warps())
     upper0, lower0, upper1, lower1 = _scales_of_tiles(scales.load(SCALE_LANES), E4M3)
-    if scales.shape[0] == 1:
-        HALF: gl.constexpr = tokens.shape[0] // 2
-        x = tokens.slice(0, HALF, 0).permute((1, 0))
-        x1 = tokens.slice(HALF, HALF, 0).permute((1, 0))
-    else:
-        x = tokens.permute((1, 0))
-        x1 = x
+    x = tokens.permute((1, 0))
     w = _decoded(words0.load(WORD_LANES), upper0, lower0, OPERAND, E4M3)
     acc0 = warpgroup_mma(w, x, acc0, is_async=True)
     acc1 = warpgroup_mma_wait(1, deps=[acc1])
-    if scales.shape[0] == 2:
-        w = _decoded(words1.load(WORD_LANES), upper1, lower1, OPERAND, E4M3)
-    acc1 = warpgroup_mma(w, x1, acc1, is_async=True)
+    w = _decoded(words1.load(WORD_LANES), upper1, lower1, OPERAND, E4M3)
+    acc1 = warpgroup_mma(w, x, acc1, is_async=True)
     return warpgroup_mma_wait(1, deps=[acc0]), acc1
