@@ -148,7 +148,7 @@ def test_the_largest_fit_relatives(arch: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_float16_fits(arch: int, tmp_path: Path) -> None:
-    largest = cuts_of(max(configs(arch), key=shared_memory))
+    largest = cuts_of(max((config for config in configs(arch) if not config.hopper), key=shared_memory))
     for compilation in gemms(arch, MXFP4, torch.float16):
         if cut(compilation) in largest and compilation.constants["SPLIT_K"] == 1:
             assert_fits(compilation, tmp_path)
