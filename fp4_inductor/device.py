@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import shutil
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -12,6 +14,7 @@ import torch
 from .errors import UnknownNameError
 
 _LIBRARIES = ("triton", "flashinfer-python")
+_COMPILERS = ("g++", "c++", "clang++")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class DeviceInfo:
         name: marketing name or architecture.
         sm_count: streaming multiprocessors (0 on a CPU).
         shared_memory: bytes of shared memory one block may use (0 on a CPU).
-        libraries: installed kernel libraries as ``(distribution, version)``.
+        libraries: installed kernel libraries as ``(distribution, version)``, and ``("c++", path)`` of a compiler.
     """
 
     family: Literal["cuda", "cpu"]
@@ -85,7 +88,15 @@ def _installed_libraries() -> tuple[tuple[str, str], ...]:
             found.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
             continue
+    if (compiler := cxx_compiler()) is not None:
+        found.append(("c++", compiler))
     return tuple(found)
+
+
+def cxx_compiler() -> str | None:
+    """Path of the C++ compiler that ``CXX`` names, or of one that is installed; None if there is none."""
+    named = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, (named,) if named else _COMPILERS)), None)
 
 
 def _cuda(major: int, minor: int, name: str, sm_count: int, shared_kib: int) -> DeviceInfo:

@@ -11,16 +11,11 @@ import ctypes
 import importlib.metadata
 import json
 import operator
-import os
 import platform
 import re
-import subprocess
-import sys
-import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +23,8 @@ from torch.torch_version import TorchVersion
 
 from .bench.shapes import SHAPES
 from .device import DeviceInfo
-from .formats import MXFP4, NVFP4
+from .doctor_tools import Item, compilers, flashinfer_tools
+from .formats import ACTIVATION_FORMATS, MXFP4, NVFP4
 from .options import Options
 from .reasons import Reason, ReasonCode, Verdict
 from .report import verdict_json
@@ -40,6 +36,7 @@ _LIBRARIES = {
     "torch": ("everything", "pip install -U torch"),
     "triton": ("own kernels on a GPU", "pip install triton"),
     "flashinfer-python": ("FlashInfer's kernels on a GPU", "pip install 'fp4_inductor[flashinfer]'"),
+    "nvidia-cutlass-dsl": ("FlashInfer's CuTe-DSL kernels", "pip install 'fp4_inductor[flashinfer]'"),
     "transformers": ("models by name", "pip install 'fp4_inductor[hf]'"),
     "safetensors": ("fp4_inductor.load", "pip install 'fp4_inductor[hf]'"),
 }
@@ -58,22 +55,14 @@ Exit status: 0 if a backend better than `reference` runs one of them, 1 if none 
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """Something that is found or not: a library, a driver, a compiler. ``cure`` is "" where it is well."""
-
-    name: str
-    found: str | None
-    serves: str
-    cure: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Target:
     """A device, whether this machine has it, and what was decided for each block."""
 
     device: DeviceInfo
     is_here: bool
     selections: tuple[Selection, ...]
+    rounded: tuple[tuple[str, Selection], ...]
+    """What would be decided if the user allowed a format of activations, for each block and format."""
 
     @property
     def cures(self) -> list[str]:
@@ -154,14 +143,25 @@ def diagnose(device: str | None = None) -> Diagnosis:
         devices = [gpu for gpu in gpus if gpu.arch == asked.arch] or [asked]
     blocks = [SHAPES[name].spec(fmt) for name, fmt in _BLOCKS]
     targets = [
-        Target(info, info in gpus or info.family == "cpu", tuple(select(block, info, Options()) for block in blocks))
+        Target(
+            info,
+            info in gpus or info.family == "cpu",
+            tuple(select(block, info, Options()) for block in blocks),
+            tuple(
+                (name, select(block, info, Options(activation_format=name)))
+                for block in blocks
+                for name in ACTIVATION_FORMATS
+            ),
+        )
         for info in devices
     ]
     needs_gpu = any(info.family == "cuda" for info in devices)
     cure = ""
     if driver and torch.version.cuda is None:
         cure = "install a build of torch with CUDA: https://pytorch.org/get-started"
-    items = [Item("NVIDIA driver", driver, "GPUs", cure), *_libraries(), *_tools(needs_gpu)]
+    items = [Item("NVIDIA driver", driver, "GPUs", cure), *_libraries(), *compilers(needs_gpu)]
+    if needs_gpu and _version("flashinfer-python") is not None:
+        items += flashinfer_tools()
     return Diagnosis(gpus, no_gpu, tuple(items), tuple(targets))
 
 
@@ -226,31 +226,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _tools(needs_gpu: bool) -> Iterator[Item]:
-    """The compilers that Inductor and Triton call: as they look for them, since importing them to ask takes long."""
-    cxx = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    found = _first_line(cxx)
-    cure = "" if found else f"install a C++ compiler: {cxx} does not run, and without one Inductor compiles no CPU code"
-    yield Item("C++ compiler", found, "Inductor on a CPU", cure)
-    if needs_gpu:
-        names = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")
-        found = next(filter(None, map(_first_line, names)), None)
-        cure = "" if found else "install a C compiler (gcc): without one Triton launches no kernel"
-        yield Item("C compiler", found, "Triton's launcher", cure)
-        header = Path(sysconfig.get_path("include"), "Python.h")
-        cure = "" if header.exists() else "install Python's headers (python3-dev): Triton's launcher includes Python.h"
-        yield Item("Python.h", str(header) if header.exists() else None, "Triton's launcher", cure)
-
-
-def _first_line(command: str) -> str | None:
-    """What a compiler says of its version; None if it does not run."""
-    try:
-        result = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return result.stdout.partition("\n")[0] or command
-
-
 def _about() -> dict[str, str]:
     version = _version("fp4_inductor") or "not installed"
     return {"fp4_inductor": version, "python": platform.python_version(), "platform": platform.platform()}
@@ -275,7 +250,28 @@ def _target_lines(target: Target) -> list[str]:
     for backend in by_block[0]:
         answers = zip(target.selections, by_block, strict=True)
         rows.append((backend, *(_answer(selection, verdicts[backend]) for selection, verdicts in answers)))
-    return [title, *_aligned(rows), *_refusals(target)]
+    return [title, *_aligned(rows), *_rounded(target), *_refusals(target)]
+
+
+def _rounded(target: Target) -> list[str]:
+    """Backends that another format of activations would win over."""
+    rows = []
+    for (allowed, selection), base in _with_base(target):
+        refused = {verdict.backend for verdict in base.verdicts if not verdict.ok}
+        for verdict in selection.verdicts:
+            if verdict.ok and verdict.backend in refused:
+                answer = "runs" if verdict.backend == selection.chosen else "if named"
+                rows.append((verdict.backend, f"{selection.spec.weight_format} weights, {allowed}: {answer}"))
+    if not rows:
+        return []
+    return ["Also, where options={'fp4moe.activation_format': ...} allows it", *_aligned(rows)]
+
+
+def _with_base(target: Target) -> Iterator[tuple[tuple[str, Selection], Selection]]:
+    """Every selection for rounded activations, with that for the same block without."""
+    count = len(target.rounded) // len(target.selections)
+    for index, entry in enumerate(target.rounded):
+        yield entry, target.selections[index // count]
 
 
 def _answer(selection: Selection, verdict: Verdict) -> str:
@@ -320,6 +316,15 @@ def _target_json(target: Target) -> dict[str, Any]:
                 "verdicts": [verdict_json(verdict) for verdict in selection.verdicts],
             }
             for (name, fmt), selection in zip(_BLOCKS, target.selections, strict=True)
+        ],
+        "rounded": [
+            {
+                "format": str(selection.spec.weight_format),
+                "activation_format": allowed,
+                "backend": selection.chosen,
+                "willing": [verdict.backend for verdict in selection.verdicts if verdict.ok],
+            }
+            for allowed, selection in target.rounded
         ],
     }
 

@@ -57,8 +57,8 @@ NVFP4 = BlockFormat("nvfp4", block_size=16, scale_encoding="e4m3", has_global_sc
 
 FORMATS = {fmt.name: fmt for fmt in (MXFP4, NVFP4)}
 
-ACTIVATION_FORMATS = ("mxfp8", "nvfp4")
-"""What kernels may round activations to where the user allows it: e4m3 with one e8m0 scale per 32, or NVFP4."""
+ACTIVATION_FORMATS = ("mxfp8", "nvfp4", "mxfp4")
+"""What kernels may round activations to where the user allows it: e4m3 with one e8m0 scale per 32, NVFP4, or MXFP4."""
 
 
 def get_format(name: str | BlockFormat) -> BlockFormat:

@@ -1,7 +1,8 @@
-"""The weight carrier: a module whose expert parameters are packed and dequantise in its graph.
+"""The weight carrier: a module whose parameters are packed and dequantise in its graph.
 
-``pack_parameter`` replaces one 3-D parameter ``w`` by parameters ``w_packed``, ``w_block_scale`` and,
-where the format has one, ``w_global_scale``, and turns ``w`` into a property that dequantises them.
+``pack_parameter`` replaces one parameter ``w``, of experts or of a linear layer, by parameters ``w_packed``,
+``w_block_scale`` and, where the format has one, ``w_global_scale``, and turns ``w`` into a property that
+dequantises them.
 The module's forward is untouched: it reads ``self.w`` and computes what it always did, and a compiler
 sees the dequantisation in plain ops. The module becomes an instance of a subclass of its own class;
 equal layers share one subclass, so they also share compiled code.
@@ -70,8 +71,9 @@ def pack_parameter(module: nn.Module, weight: CarriedWeight, tensors: PackedTens
     """Put packed tensors in the place of parameter ``weight.name``, in place.
 
     Args:
-        module: holds the parameter as ``[E, N, K]``, or ``[E, K, N]`` where ``weight.transposed``.
-        tensors: canonical; codes ``uint8 [E, N, K/2]``, scale ``[E, N, K/bs]``, global scale ``float32 [E, 1]``.
+        module: holds the parameter as ``[N, K]`` or ``[E, N, K]``, or ``[E, K, N]`` where ``weight.transposed``.
+        tensors: canonical; codes ``uint8 [..., N, K/2]``, scale ``[..., N, K/bs]``, global scale ``float32 [..., 1]``
+            or ``[..., N]``.
         dtype: of the weight that the module's forward will read.
     """
     carried = carried_weights(module)
@@ -136,8 +138,8 @@ class WeightCarrier(nn.Module):
     def extra_repr(self) -> str:
         lines = [super().extra_repr()]
         for weight in self._carried_weights:
-            experts, rows, half = self._parameters[weight.codes_name].shape  # type: ignore[union-attr]
-            shape = [experts, 2 * half, rows] if weight.transposed else [experts, rows, 2 * half]
+            *experts, rows, half = self._parameters[weight.codes_name].shape  # type: ignore[union-attr]
+            shape = [*experts, 2 * half, rows] if weight.transposed else [*experts, rows, 2 * half]
             dtype = str(getattr(self, weight.dtype_name)).removeprefix("torch.")
             lines.append(f"{weight.name}: {weight.format} {shape}, read as {dtype}")
         return "\n".join(line for line in lines if line)

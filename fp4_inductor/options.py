@@ -34,8 +34,8 @@ class Options:
         autotune: time a backend's configurations on the device while compiling, for each layer's sizes and numbers
             of tokens, instead of going by the table that comes with it; takes about a minute for each kind of layer,
             once: choices are kept on disk, beside Inductor's cache.
-        activation_format: "mxfp8" or "nvfp4", to which kernels may round activations, with less accuracy than the
-            graph has. A kernel that does so needs this permission; none is forced to by it. None keeps activations
+        activation_format: "mxfp8", "nvfp4" or "mxfp4", to which kernels may round activations, with less accuracy than
+            the graph has. A kernel that does so needs this permission; none is forced to by it. None keeps activations
             in the graph's dtype.
     """
 

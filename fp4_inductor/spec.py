@@ -263,8 +263,8 @@ class MoESpec:
     ``weights_transposed`` tells people how the model stores its weights ([E, K, N]); codes are
     canonical for kernels either way.
     ``w13_global`` and ``w2_global``: EXPERT also where the format has no global scales.
-    ``activation_format``: what kernels may round activations to, "nvfp4" or "mxfp8", beside ``act_dtype``: a
-    permission of the user's, of which the graph says nothing.
+    ``activation_format``: what kernels may round activations to, "nvfp4", "mxfp4" or "mxfp8", beside
+    ``act_dtype``: a permission of the user's, of which the graph says nothing.
     """
 
     num_experts: int

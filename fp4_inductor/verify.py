@@ -27,8 +27,8 @@ _TOLERANCES = {
     torch.float32: (1e-3, 3e-3),
 }
 # Where the op rounds activations, before each GEMM: of random layers' results, mxfp8 takes 5e-2 of the whole and 8e-2
-# of the worst token away, nvfp4 16e-2 and 27e-2. Rows in a wrong order leave nothing right.
-_ROUNDED = {"mxfp8": (1e-1, 2.5e-1), "nvfp4": (3e-1, 7e-1)}
+# of the worst token away, nvfp4 16e-2 and 27e-2, mxfp4 22e-2 and 29e-2. Rows in a wrong order leave nothing right.
+_ROUNDED = {"mxfp8": (1e-1, 2.5e-1), "nvfp4": (3e-1, 7e-1), "mxfp4": (4e-1, 8e-1)}
 _EQUAL = 1e-6
 """Scores this near may change places where they are computed in float32 in another order."""
 

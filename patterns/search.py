@@ -13,6 +13,7 @@ from ..matching import Match, NoMatch, Recognition, Source, nodes_of
 from ..spec import GivenRouting, MoESpec, Operand, RouterSpec, TokenRange
 from . import dense, expert_loop, routed_rows
 from .block import Block, Candidate
+from .grains import global_grain
 from .graph_tools import dtype, location, num_elements, numel, same, shape, stage, tensor
 from .near_misses import Misses
 from .packed import packed_gemms, packed_roots
@@ -109,6 +110,8 @@ def _described(block: Block, memo: Memo) -> Match:
         weights_transposed=block.k_first,
         has_w13_bias=block.w13_bias is not None,
         has_w2_bias=block.w2_bias is not None,
+        w13_global=global_grain(block.w13, block.order if block.activation.gated else None),
+        w2_global=global_grain(block.w2),
         weight_on_input=block.weight_on_input,
     )
     return Match(

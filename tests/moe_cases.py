@@ -11,7 +11,7 @@ import torch
 
 from fp4_inductor.formats import BlockFormat
 from fp4_inductor.reference import moe_reference
-from fp4_inductor.spec import ACTIVATION_KNOBS, RUNTIME, ActivationSpec, GateUpOrder, MoESpec, Operand
+from fp4_inductor.spec import ACTIVATION_KNOBS, RUNTIME, ActivationSpec, GateUpOrder, GlobalGrain, MoESpec, Operand
 
 SWIGLU = ActivationSpec("silu")
 CLAMPED_SWIGLU = ActivationSpec("silu", alpha=1.702, beta=1.0, limit=2.0)
@@ -62,6 +62,7 @@ def make_case(
         idle_expert: one expert gets no token (where top_k leaves one free).
         scalars: values of alpha, beta, limit and up_limit where the activation declares them RUNTIME.
     """
+    grain = GlobalGrain.ROW if fmt.has_global_scale and global_scale == "row" else GlobalGrain.EXPERT
     spec = MoESpec(
         num_experts=num_experts,
         top_k=top_k,
@@ -75,6 +76,8 @@ def make_case(
         w13_order=w13_order,
         has_w13_bias=bias,
         has_w2_bias=bias,
+        w13_global=grain,
+        w2_global=grain,
     )
     rng = torch.Generator(device).manual_seed(seed)
     ids = random_ids(num_tokens, spec, rng, idle=idle_expert, outside=outside_ids)

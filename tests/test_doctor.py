@@ -19,6 +19,7 @@ from fp4_inductor.backends import BACKENDS
 from fp4_inductor.backends.triton_w4a16 import TritonW4A16Backend
 from fp4_inductor.bench.shapes import SHAPES
 from fp4_inductor.doctor import diagnose
+from fp4_inductor.doctor_tools import Item
 from fp4_inductor.formats import MXFP4, NVFP4
 from fp4_inductor.reasons import Reason, ReasonCode, Verdict
 from fp4_inductor.spec import MoESpec
@@ -91,7 +92,8 @@ def test_nothing_runs_without_a_library_and_the_cure_is_told(
     assert re.search(r"^  triton_w4a16 +no: LIBRARY +no: LIBRARY$", text, re.MULTILINE)
     assert "  pip install triton" in text.partition("To do\n")[2].splitlines()
     assert "which is not here" in text
-    assert text.count("LIBRARY: needs triton") == 1  # against both formats, told once
+    told = re.findall(r"^  triton_w4a16 +LIBRARY: needs triton", text, re.MULTILINE)
+    assert len(told) == 1  # against both formats, told once
 
 
 @dataclass(frozen=True)
@@ -189,13 +191,56 @@ def test_says_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_driver", lambda: "450.80")
     diagnosis = diagnose()
     assert diagnosis.no_gpu == "the driver is too old"
-    assert "  NVIDIA driver      450.80" in str(diagnosis)
+    assert re.search(r"^  NVIDIA driver +450\.80", str(diagnosis), re.MULTILINE)
     assert [target.device for target in diagnosis.targets] == [DeviceInfo.parse("cpu")]
 
     monkeypatch.setattr(torch.version, "cuda", None)
     diagnosis = diagnose()
     assert diagnosis.no_gpu == f"torch {torch.__version__} is built without CUDA"
     assert any("a build of torch with CUDA" in cure for cure in diagnosis.cures)
+
+
+def test_what_rounded_activations_would_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = (("triton", "3.6.0"), ("flashinfer-python", "0.7.2"))
+    monkeypatch.setattr("fp4_inductor.device._installed_libraries", lambda: libraries)
+    text = str(diagnose("sm_103")).partition("fp4moe.activation_format': ...} allows it\n")[2]
+    assert re.search(r"^  flashinfer_trtllm +mxfp4 weights, mxfp8: runs$", text, re.MULTILINE)
+    assert re.search(r"^  flashinfer_trtllm +nvfp4 weights, nvfp4: runs$", text, re.MULTILINE)
+    assert re.search(r"^  flashinfer_cutlass +nvfp4 weights, nvfp4: if named$", text, re.MULTILINE)
+    (target,) = diagnose("sm_103").to_json()["devices"]
+    (entry,) = (r for r in target["rounded"] if (r["format"], r["activation_format"]) == ("nvfp4", "nvfp4"))
+    assert entry["backend"] == "flashinfer_trtllm"
+    assert "flashinfer_cutlass" in entry["willing"]
+    assert "allows it\n" not in str(diagnose("cpu"))
+
+
+def test_what_flashinfer_builds_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    def items(device: str = "sm_100") -> dict[str, Item]:
+        return {item.name: item for item in diagnose(device).items}
+
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert "nvcc" not in items(), "nothing is built without it"
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.7.2" if name == "flashinfer-python" else None)
+    assert "nvcc" not in items("cpu")
+    for name in ("CUDA_PATH", "FLASHINFER_NVCC", "FLASHINFER_CUBIN_DIR", "FLASHINFER_NO_DOWNLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    monkeypatch.setenv("PATH", "")
+    found = items()
+    assert (found["nvcc"].found, found["ninja"].found) == (None, None)
+    assert "/nowhere/bin/nvcc does not run" in found["nvcc"].cure
+    assert found["ninja"].cure.startswith("pip install ninja")
+    assert found["kernels of TRTLLM"] == Item(
+        "kernels of TRTLLM", "are downloaded at the first call", "flashinfer_trtllm"
+    )
+    monkeypatch.setenv("FLASHINFER_NO_DOWNLOAD", "1")
+    assert "FLASHINFER_NO_DOWNLOAD is set" in items()["kernels of TRTLLM"].cure
+    monkeypatch.setenv("FLASHINFER_CUBIN_DIR", "/nowhere")
+    assert "FLASHINFER_CUBIN_DIR=/nowhere is no folder" in items()["kernels of TRTLLM"].cure
+    monkeypatch.setenv("FLASHINFER_CUBIN_DIR", str(ROOT))
+    assert items()["kernels of TRTLLM"] == Item("kernels of TRTLLM", str(ROOT), "flashinfer_trtllm")
+    monkeypatch.setenv("FLASHINFER_NVCC", sys.executable)  # says a version, in a line without a release
+    assert items()["nvcc"].found == sys.executable
 
 
 def test_a_compiler_that_does_not_run_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,38 @@ def test_the_weights_it_names_are_those_that_the_plan_prepares(name: str, fmt: s
     json.dumps(site.to_json())
 
 
+WITH_FLASHINFER = (("triton", "3.6.0"), ("flashinfer-python", "0.7.2.post1"))
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "chosen", "op"),
+    [
+        ("sm_80", None, "triton_w4a16", "moe_triton_w4a16_routed"),
+        ("sm_90", None, "triton_w4a16", "moe_triton_w4a16_routed"),
+        ("sm_100", None, "flashinfer_trtllm", "moe_flashinfer_trtllm_bf16_routed"),
+        ("sm_103", None, "triton_w4a16", "moe_triton_w4a16_routed"),
+        ("sm_103", "mxfp8", "flashinfer_trtllm", "moe_flashinfer_trtllm_mxfp8_routed"),
+        ("sm_120", None, "triton_w4a16", "moe_triton_w4a16_routed"),
+    ],
+)
+def test_the_whole_decision_and_the_folded_weights(name: str, allowed: str | None, chosen: str, op: str) -> None:
+    """With every library there: what runs, and each tensor that the folded graph is given, in its shape."""
+    model = pack_experts(tiny_model("gpt_oss", layers=1), "mxfp4")
+    device = replace(DeviceInfo.parse(name), libraries=WITH_FLASHINFER)
+    (site,) = explain(model, token_ids(), device=device, options=Options(activation_format=allowed)).sites
+    assert site.selection.plan is not None
+    assert (site.selection.chosen, site.selection.plan.op) == (chosen, f"fp4_inductor::{op}")
+    spec = site.selection.spec
+    sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 128, "intermediate_size": 96}
+    case = make_case(spec.weight_format, **sizes, w13_order=spec.w13_order, activation=spec.activation, bias=True)
+    ready = prepare(site.selection.plan, case.operands)
+    told = {weight.name: (weight.shape, weight.dtype) for weight in site.weights if weight.prepared}
+    assert told == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in ready.items()}
+    if chosen == "flashinfer_trtllm":
+        assert told[f"w13_trtllm_{allowed or 'bf16'}"] == ((8, 256, 128), torch.uint8)  # H 256, I 128
+        assert told[f"w13_scale_trtllm_{allowed or 'bf16'}"] == ((8, 256, 8), torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize("name", ["sm_80", "sm_103"])
 def test_a_missing_library_is_a_reason_with_its_cure(name: str) -> None:
     model = pack_experts(tiny_model("mixtral", layers=1), "mxfp4")

@@ -36,8 +36,8 @@ def test_a_key_without_its_prefix_is_ours() -> None:
         ("expect_matches", True, "an int >= 0 or None"),
         ("release_original_weights", "yes", "a bool"),
         ("verify", "always", '"never" or "first_call"'),
-        ("activation_format", "fp8", "'mxfp8' or 'nvfp4' or None"),
-        ("activation_format", 8, "'mxfp8' or 'nvfp4' or None"),
+        ("activation_format", "fp8", "'mxfp8' or 'nvfp4' or 'mxfp4' or None"),
+        ("activation_format", 8, "'mxfp8' or 'nvfp4' or 'mxfp4' or None"),
     ],
 )
 def test_bad_value_says_what_is_needed(key: str, value: object, needed: str) -> None:

@@ -11,6 +11,8 @@ from ..reasons import ReasonCode
 from ..spec import ActivationSpec, MoESpec
 from .base import KernelBackend
 from .cpu import CpuBackend
+from .cpu_aten import CpuAtenBackend
+from .flashinfer_b12x import FlashinferB12xBackend
 from .flashinfer_cutedsl import FlashinferCutedslBackend
 from .flashinfer_cutlass import FlashinferCutlassBackend
 from .flashinfer_trtllm import FlashinferTrtllmBackend
@@ -22,7 +24,9 @@ BACKENDS: tuple[KernelBackend, ...] = (
     FlashinferTrtllmBackend(),
     FlashinferCutlassBackend(),
     FlashinferCutedslBackend(),
+    FlashinferB12xBackend(),
     CpuBackend(),
+    CpuAtenBackend(),
     ReferenceBackend(),
 )
 """Asked in this order; rank decides among the willing."""

@@ -1,64 +1,41 @@
-"""``cpu``: routed experts only, weights decoded chunk by chunk, in plain ATen.
+"""``cpu``: FP4 weights × bfloat16, float16 or float32 activations on any processor, by an own C++ kernel.
 
-Reads the canonical layout. An expert that no token is routed to costs nothing, and no more than a
-cache-sized piece of one expert is ever held dequantised.
+The kernel is compiled when it is first called, for this processor, and kept. Only routed experts are read, each byte
+once, and no weight is ever held dequantised. One layout of the weights serves every token count and every processor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache, partial
 
 import torch
 
 from ..device import DeviceInfo
-from ..kernels.cpu_aten import fp4_linear, gemm_dtype
-from ..layouts.gate_up import to_gate_up_halves
-from ..plan import KernelPlan, PlanArg, Prepared
+from ..formats import MXFP4, NVFP4, BlockFormat
+from ..kernels.cpu_build import NO_COMPILER, BuildError
+from ..kernels.cpu_moe import Weight, run_experts
+from ..layouts.gate_up import RowOrder, reorder_gate_up, row_order
+from ..layouts.lane_scales import absorb_scale_signs
+from ..layouts.row_blocks import E4M3_FACTOR, ROWS, e4m3_magnitudes, to_row_blocks, to_scale_blocks
+from ..plan import KernelPlan, Prepared
 from ..reasons import Reason, ReasonCode, Verdict
-from ..reference import activate
 from ..spec import GateUpOrder, MoESpec, Operand
 from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_BLOCKS = {fmt.scale_encoding: fmt.block_size for fmt in (MXFP4, NVFP4)}
+"""Columns that share a scale in the kernel; a larger block's scale is repeated."""
+_GATE_UP = RowOrder(ROWS)
 
 
 def _moe(call: ExpertsCall) -> torch.Tensor:
-    """The block ``[T, H]`` in ``out_dtype``: h is rounded to the activation dtype, the combine is float32."""
-    dtype = gemm_dtype(call.hidden.dtype)
-    top_k = call.topk_ids.shape[1]
-    hidden = call.hidden.to(dtype)
-    weights = call.topk_weights.flatten().float()
-    out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    for expert, slots in _routes(call.topk_ids, call.w13.codes.shape[0]):
-        token = slots // top_k
-        gate_up = _expert_linear(hidden[token], call.w13, expert)
-        h = activate(gate_up, call.activation, call.w13_order).to(call.hidden.dtype)
-        y = _expert_linear(h.to(dtype), call.w2, expert)
-        out.index_add_(0, token, y.mul_(weights[slots].unsqueeze(-1)))
-    return out.to(call.out_dtype)
+    w13, w2 = _weight(call.w13), _weight(call.w2)
+    ids, weights = call.topk_ids, call.topk_weights
+    return run_experts(call.hidden, ids, weights, w13, w2, call.activation, call.weight_format, call.out_dtype)
 
 
-def _routes(topk_ids: torch.Tensor, num_experts: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each routed expert with its slots: flat positions in ``topk_ids``, in token order."""
-    ids = topk_ids.flatten()
-    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    order = ids.argsort(stable=True)
-    counts = ids.bincount(minlength=num_experts).tolist()[:num_experts]
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            yield expert, order[start : start + count]
-            start += count
-
-
-def _expert_linear(x: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
-    """One expert's linear layer [m, K] -> float32 [m, N]; the global scale multiplies the result."""
-    out = fp4_linear(x, weights.codes[expert], weights.scale[expert]).float()
-    if weights.global_scale is not None:
-        out *= weights.global_scale[expert if weights.global_scale.shape[0] > 1 else 0]
-    if weights.bias is not None:
-        out += weights.bias[expert]
-    return out
+def _weight(given: ExpertWeights) -> Weight:
+    return Weight(given.codes, given.scale, given.global_scale, given.bias)
 
 
 class CpuBackend:
@@ -69,34 +46,94 @@ class CpuBackend:
         reasons = []
         if device.family != "cpu":
             reasons.append(Reason(ReasonCode.CAPABILITY, "a CPU", str(device), "it is for models on a CPU"))
+        elif device.library("c++") is None:
+            reasons.append(Reason(ReasonCode.LIBRARY, "a C++ compiler", "none", NO_COMPILER))
         for what, dtype in (("activations", spec.act_dtype), ("output", spec.out_dtype)):
             if dtype not in _DTYPES:
                 need = f"{what} in bfloat16, float16 or float32"
                 reasons.append(Reason(ReasonCode.DTYPE, need, str(dtype), "model.to(torch.bfloat16)"))
+        block, smallest = spec.weight_format.block_size, _BLOCKS[spec.weight_format.scale_encoding]
+        if block % smallest:
+            need = f"blocks of a multiple of {smallest}"
+            reasons.append(Reason(ReasonCode.FORMAT, need, str(block), "set fp4moe.backend to cpu_aten"))
         for what, size in (("hidden size", spec.hidden_size), ("intermediate size", spec.intermediate_size)):
-            if size % spec.weight_format.block_size:
-                need = f"a {what} that is a multiple of {spec.weight_format.block_size}"
+            if size % block:
+                need = f"a {what} that is a multiple of {block}"
                 reasons.append(Reason(ReasonCode.SHAPE, need, str(size), "pad the weights with zeros before packing"))
         return Verdict(self.name, tuple(reasons))
 
     def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
         return 100
 
+    def probe_errors(self) -> tuple[type[Exception], ...]:
+        return (BuildError, OSError)  # what is built may not load
+
     def plan(self, spec: MoESpec, device: DeviceInfo) -> KernelPlan:
-        if not (spec.activation.gated and spec.w13_order is GateUpOrder.INTERLEAVED):
-            return KernelPlan(self.op, experts_args(spec))
+        order = spec.w13_order if spec.activation.gated else None
+        w13 = _prepared("w13", spec.weight_format, order, spec.w13_rows, spec.has_w13_bias)
+        w2 = _prepared("w2", spec.weight_format, None, spec.hidden_size, spec.has_w2_bias)
+        args = experts_args(spec, **w13, **w2, w13_order=spec.w13_order, table="")
+        return KernelPlan(self.op, args, layout="blocks of 16 rows")
 
-        def halves(operand: Operand) -> PlanArg:
-            return Prepared(f"{operand}_halves", to_gate_up_halves, (operand,))
 
-        has_global = spec.weight_format.has_global_scale
+@cache
+def _prepared(name: str, fmt: BlockFormat, order: GateUpOrder | None, rows: int, has_bias: bool) -> dict[str, Prepared]:
+    """Arguments of ``experts_args`` for one weight. Cached, so that equal layers share their recipes."""
+    codes, scale, glob, bias = (Operand(name + suffix) for suffix in ("", "_scale", "_global", "_bias"))
+    repeats = fmt.block_size // _BLOCKS[fmt.scale_encoding]
+    ready = {}
 
-        args = experts_args(
-            spec,
-            w13=halves(Operand.W13),
-            w13_scale=halves(Operand.W13_SCALE),
-            w13_global=halves(Operand.W13_GLOBAL) if has_global else None,
-            w13_bias=halves(Operand.W13_BIAS),
-            w13_order=GateUpOrder.GATE_UP,
-        )
-        return KernelPlan(self.op, args, layout="gate/up halves")
+    def prepare(argument: str, fn: partial[torch.Tensor], *of: Operand) -> None:
+        ready[argument] = Prepared(f"{argument}_cpu", fn, of)
+
+    if fmt.scale_encoding == "e4m3":
+        prepare(name, partial(_e4m3_codes, order), codes, scale)
+        prepare(f"{name}_scale", partial(_e4m3_scales, order, repeats), scale)
+    else:
+        prepare(name, partial(_codes, order), codes)
+        prepare(f"{name}_scale", partial(_scales, order, repeats), scale)
+    if fmt.has_global_scale:
+        factor = E4M3_FACTOR if fmt.scale_encoding == "e4m3" else 1.0
+        prepare(f"{name}_global", partial(_factors, order, rows, factor), glob, codes)
+    elif fmt.scale_encoding == "e4m3":
+        prepare(f"{name}_global", partial(_constant_factors, rows), codes)
+    if has_bias:
+        prepare(f"{name}_bias", partial(_bias, order), bias)
+    return ready
+
+
+def _ordered(order: GateUpOrder | None, rows: torch.Tensor) -> torch.Tensor:
+    """[E, N, ...] with gate and up rows sixteen at a time in turn, where it has them."""
+    return rows if order is None else reorder_gate_up(rows, row_order(order), _GATE_UP)
+
+
+def _codes(order: GateUpOrder | None, codes: torch.Tensor) -> torch.Tensor:
+    return to_row_blocks(_ordered(order, codes))
+
+
+def _scales(order: GateUpOrder | None, repeats: int, scale: torch.Tensor) -> torch.Tensor:
+    return to_scale_blocks(_ordered(order, scale.repeat_interleave(repeats, dim=-1)))
+
+
+def _e4m3_codes(order: GateUpOrder | None, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return _codes(order, absorb_scale_signs(codes, scale))
+
+
+def _e4m3_scales(order: GateUpOrder | None, repeats: int, scale: torch.Tensor) -> torch.Tensor:
+    return _scales(order, repeats, e4m3_magnitudes(scale))
+
+
+def _factors(
+    order: GateUpOrder | None, rows: int, factor: float, global_scale: torch.Tensor, codes: torch.Tensor
+) -> torch.Tensor:
+    """float32 [E, N] from globals [E | 1, N | 1]."""
+    every = (global_scale.float() * factor).expand(codes.shape[0], rows)
+    return _ordered(order, every).contiguous()
+
+
+def _constant_factors(rows: int, codes: torch.Tensor) -> torch.Tensor:
+    return codes.new_full((codes.shape[0], rows), E4M3_FACTOR, dtype=torch.float32)
+
+
+def _bias(order: GateUpOrder | None, bias: torch.Tensor) -> torch.Tensor:
+    return _ordered(order, bias.float()).contiguous()

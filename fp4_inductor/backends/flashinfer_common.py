@@ -21,7 +21,7 @@ from ..formats import BlockFormat
 from ..layouts.kernel_rows import KernelRows
 from ..layouts.padding import round_up
 from ..reasons import Reason, ReasonCode
-from ..spec import ActivationSpec, MoESpec, RouterSpec
+from ..spec import ActivationSpec, GlobalGrain, MoESpec, RouterSpec
 from .base import ExpertsCall
 
 logger = logging.getLogger(__name__)
@@ -85,12 +85,23 @@ def common_reasons(modes: Sequence[Mode], spec: MoESpec, device: DeviceInfo) -> 
     yield from _activation_reasons(modes, spec, device)
     yield from _size_reasons(spec)
     yield from _dtype_reasons(spec)
+    for name, grain in (("w13", spec.w13_global), ("w2", spec.w2_global)):
+        if grain is GlobalGrain.ROW:
+            yield Reason(ReasonCode.FORMAT, f"one global scale an expert in {name}", "one a row", _ANOTHER)
     if isinstance(spec.router, RouterSpec) and spec.router.num_null_experts:
         got = f"{spec.router.num_null_experts} null experts, which give a token expert 0 more than once"
         yield Reason(ReasonCode.ROUTING, "distinct experts for each token", got, _ANOTHER)
     if spec.local_experts is not None:
         got, cure = str(spec.local_experts), "keep all experts of a layer on one device"
         yield Reason(ReasonCode.PARALLEL, "every expert on this device", got, cure)
+
+
+def half_reasons(spec: MoESpec, *, common: bool) -> Iterator[Reason]:
+    """Global scales of gate and up that are apart, for a kernel that needs ``common`` ones with this activation."""
+    if common and spec.w13_global is GlobalGrain.HALF:
+        biased = " with biases" if spec.has_w13_bias else ""
+        need = f"one global scale for gate and up of an expert, for {spec.activation}{biased}"
+        yield Reason(ReasonCode.FORMAT, need, "one for gate and one for up", _ANOTHER)
 
 
 def _mode_reasons(modes: Sequence[Mode], spec: MoESpec, device: DeviceInfo) -> Iterator[Reason]:

@@ -12,6 +12,7 @@ from functools import cache, partial
 import torch
 
 from ..device import DeviceInfo
+from ..layouts.global_scales import linear_in_up
 from ..layouts.padding import fit_columns, round_up
 from ..layouts.scale_128x4 import to_scale_tiles
 from ..plan import Prepared
@@ -43,6 +44,11 @@ def cute_reasons(spec: MoESpec, device: DeviceInfo) -> Iterator[Reason]:
     biases = [name for name, has in (("w13", spec.has_w13_bias), ("w2", spec.has_w2_bias)) if has]
     if biases:
         yield Reason(ReasonCode.BIAS, "experts without biases", f"biases of {' and '.join(biases)}", _ANOTHER)
+
+
+def needs_common_globals(spec: MoESpec) -> bool:
+    """Where a factor of up would not pass through the activation; beta is one for all experts."""
+    return not linear_in_up(spec.activation, has_bias=False)
 
 
 def routes(call: ExpertsCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 from ..device import DeviceInfo
 from ..formats import MXFP4, NVFP4
-from ..layouts.global_scales import expert_globals, linear_in_up
+from ..layouts.global_scales import expert_globals
 from ..layouts.kernel_rows import CUTEDSL_MXFP4, CUTEDSL_NVFP4
 from ..layouts.kernel_scales import cutedsl_scales
 from ..layouts.scale_128x4 import mma_scale_view
@@ -23,15 +23,27 @@ from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import MoESpec, Operand
 from .base import ExpertsCall, define_experts_op, experts_args
 from .flashinfer_common import (
+    PROBE_ERRORS,
     Mode,
     activation_function,
     choose_mode,
     common_reasons,
+    half_reasons,
     padded_hidden,
     padding_text,
     unless_empty,
 )
-from .flashinfer_cute_common import aligned_rows, cute_reasons, joined, ones, pieces, routes, swiglu_knobs, weight
+from .flashinfer_cute_common import (
+    aligned_rows,
+    cute_reasons,
+    joined,
+    needs_common_globals,
+    ones,
+    pieces,
+    routes,
+    swiglu_knobs,
+    weight,
+)
 from .flashinfer_weights import PRODUCT_FACTOR, Placing
 
 _SM_100_103 = frozenset({100, 103})
@@ -124,8 +136,12 @@ class FlashinferCutedslBackend:
     name = "flashinfer_cutedsl"
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
-        reasons = (*common_reasons(MODES, spec, device), *cute_reasons(spec, device), *_limit_reasons(spec))
+        half = half_reasons(spec, common=needs_common_globals(spec))
+        reasons = (*common_reasons(MODES, spec, device), *half, *cute_reasons(spec, device), *_limit_reasons(spec))
         return Verdict(self.name, reasons)
+
+    def probe_errors(self) -> tuple[type[Exception], ...]:
+        return PROBE_ERRORS
 
     def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
         """Below FlashInfer's others, since it is not measured and compiles kernels as they are called."""
@@ -139,11 +155,11 @@ class FlashinferCutedslBackend:
         ready: dict[str, PlanArg] = {
             **weight("w13", suffix, mode, placing),
             **weight("w2", suffix, mode, placing),
-            **_globals(mode, placing, not linear_in_up(spec.activation, has_bias=False)),
+            **_globals(mode, placing, needs_common_globals(spec)),
         }
         args = experts_args(spec, **ready)  # type: ignore[arg-type]
-        padding = padding_text(spec, mode.rows)
-        return KernelPlan(_OPS[mode.name], args, layout="blocks of 64 rows, scale tiles", padding=padding)
+        padding, layout = padding_text(spec, mode.rows), "blocks of 64 rows, scale tiles"
+        return KernelPlan(_OPS[mode.name], args, layout=layout, padding=padding, activations=mode.activations)
 
 
 def _limit_reasons(spec: MoESpec) -> list[Reason]:

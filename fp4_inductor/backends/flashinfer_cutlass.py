@@ -34,6 +34,7 @@ from .flashinfer_common import (
     by_expert,
     choose_mode,
     common_reasons,
+    half_reasons,
     padded_hidden,
     padding_text,
     unless_empty,
@@ -125,7 +126,8 @@ class FlashinferCutlassBackend:
     name = "flashinfer_cutlass"
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
-        return Verdict(self.name, tuple(common_reasons(MODES, spec, device)))
+        half = half_reasons(spec, common=_needs_common_globals(spec))
+        return Verdict(self.name, (*common_reasons(MODES, spec, device), *half))
 
     def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
         """Below ``triton_w4a16``: slower at every size measured on sm_90, and not measured elsewhere."""
@@ -138,7 +140,7 @@ class FlashinferCutlassBackend:
         mode = choose_mode(MODES, spec, device)
         assert mode is not None, "check refuses it"
         placing = Placing.of(spec, mode.rows)
-        common = not linear_in_up(spec.activation, spec.has_w13_bias, beta_by_expert=True)
+        common = _needs_common_globals(spec)
         ready: dict[str, PlanArg] = {}
         biased = spec.has_w13_bias or spec.has_w2_bias
         for name, has_bias in (("w13", spec.has_w13_bias), ("w2", spec.has_w2_bias)):
@@ -148,6 +150,10 @@ class FlashinferCutlassBackend:
         args = experts_args(replace(spec, has_w13_bias=biased, has_w2_bias=biased), **ready)  # type: ignore[arg-type]
         padding, layout = padding_text(spec, mode.rows), _LAYOUTS[mode.name]
         return KernelPlan(_OPS[mode.name], args, layout=layout, padding=padding, activations=mode.activations)
+
+
+def _needs_common_globals(spec: MoESpec) -> bool:
+    return not linear_in_up(spec.activation, spec.has_w13_bias, beta_by_expert=True)
 
 
 @cache

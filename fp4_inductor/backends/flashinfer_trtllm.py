@@ -1,15 +1,17 @@
-"""``flashinfer_trtllm``: TensorRT-LLM's generated kernels, by FlashInfer's ``trtllm_fp4_block_scale_routed_moe``.
+"""``flashinfer_trtllm``: TensorRT-LLM's generated kernels, by FlashInfer's ``trtllm_fp4_block_scale_moe``.
 
 MXFP4 weights meet bfloat16 activations on sm_100; MXFP4 × MXFP8 and NVFP4 × NVFP4 run where the user allows the format
-(``fp4moe.activation_format``). Ids and weights are given: routing inside rounds weights to bfloat16, which a graph
-with float32 ones does not. The kernels' GeGLU is left out, since nothing says which GELU it is. Kernels are downloaded
+(``fp4moe.activation_format``). Routers that the kernels run as the graph does are theirs (``routes_inside``); otherwise
+ids and weights are given. The kernels' GeGLU is left out, since nothing says which GELU it is. Kernels are downloaded
 at the first call, unless FLASHINFER_CUBIN_DIR holds them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from typing import TypeAlias
 
 import torch
 
@@ -23,19 +25,22 @@ from ..plan import KernelPlan, PlanArg, Prepared
 from ..quant.nvfp4 import nvfp4_global_scale
 from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import MoESpec, Operand
-from .base import ExpertsCall, define_experts_op, experts_args
+from .base import ExpertsCall, RouterCall, define_experts_op, define_routed_op, experts_args, routed_args
 from .flashinfer_common import (
     PROBE_ERRORS,
     Mode,
     activation_function,
+    announce_build,
     by_expert,
     choose_mode,
     common_reasons,
+    half_reasons,
     padded_hidden,
     padding_text,
     unless_empty,
 )
-from .flashinfer_weights import PRODUCT_FACTOR, Placing
+from .flashinfer_trtllm_routing import routes_inside, routing_args
+from .flashinfer_weights import PRODUCT_FACTOR, Placing, nonzero
 
 _SM_100_103 = frozenset({100, 103})
 MODES = (
@@ -48,18 +53,18 @@ MAX_TOKENS = 1 << 18
 """Of one call; the kernels take about 300 thousand."""
 
 
-def _bf16(call: ExpertsCall) -> torch.Tensor:
-    return _fused_moe(call, padded_hidden(call.hidden, call.w2.codes.shape[1]))
+def _bf16(call: ExpertsCall, router: RouterCall | None) -> torch.Tensor:
+    return _fused_moe(call, router, padded_hidden(call.hidden, call.w2.codes.shape[1]))
 
 
-def _mxfp8(call: ExpertsCall) -> torch.Tensor:
+def _mxfp8(call: ExpertsCall, router: RouterCall | None) -> torch.Tensor:
     from flashinfer import mxfp8_quantize
 
     hidden, scale = mxfp8_quantize(padded_hidden(call.hidden, call.w2.codes.shape[1]), False)
-    return _fused_moe(call, hidden, scale)
+    return _fused_moe(call, router, hidden, scale)
 
 
-def _nvfp4(call: ExpertsCall) -> torch.Tensor:
+def _nvfp4(call: ExpertsCall, router: RouterCall | None) -> torch.Tensor:
     from flashinfer import fp4_quantize
 
     assert call.w13.global_scale is not None, "the plan prepares them"
@@ -73,19 +78,22 @@ def _nvfp4(call: ExpertsCall) -> torch.Tensor:
     scales = TrtllmScales(output1, gate, call.w2.global_scale, gate, up)
     quantized, scale = fp4_quantize(hidden, 1 / factor, NVFP4.block_size, False, False)
     bias = None if call.w13.bias is None else call.w13.bias / factor
-    return _fused_moe(replace(call, w13=replace(call.w13, bias=bias)), quantized, scale, scales)
+    call = replace(call, w13=replace(call.w13, bias=bias))
+    return _fused_moe(call, router, quantized, scale, scales)
 
 
 def _fused_moe(
     call: ExpertsCall,
+    router: RouterCall | None,
     hidden: torch.Tensor,
     hidden_scale: torch.Tensor | None = None,
     scales: TrtllmScales | None = None,
 ) -> torch.Tensor:
     """The block [T, H] in ``out_dtype`` from padded hidden states, as the mode wants them, and their block scales."""
-    from flashinfer.fused_moe import trtllm_fp4_block_scale_routed_moe
-    from flashinfer.tllm_enums import ActivationType, RoutingMethodType, SfLayout
+    from flashinfer.tllm_enums import ActivationType, SfLayout
 
+    if hidden.is_cuda:
+        announce_build("fused_moe_trtllm_sm100", "which takes minutes, and then downloads the kernels that calls need")
     num_tokens = hidden.shape[0]
     name, codes = activation_function(call.activation), call.w13.codes
     assert name is not None, "check refuses it"
@@ -94,16 +102,12 @@ def _fused_moe(
     if scales is not None:
         beta = None if beta is None else in_units(beta, scales.up_unit)
         limit = None if limit is None else in_units(limit, scales.gate_unit)
-    weights = call.topk_weights.float() if call.topk_weights.dtype is torch.float16 else call.topk_weights
-    ids, weights = call.topk_ids.to(torch.int32).contiguous(), weights.contiguous()
     if hidden_scale is not None:
         hidden_scale = hidden_scale.view(torch.float8_e4m3fn).reshape(num_tokens, -1)
     pieces = []
     for start in range(0, num_tokens, MAX_TOKENS):
         piece = slice(start, start + MAX_TOKENS)
-        out = trtllm_fp4_block_scale_routed_moe(
-            topk_ids=(ids[piece], weights[piece]),
-            routing_bias=None,
+        out = _routed(call, router, piece)(
             hidden_states=hidden[piece],
             hidden_states_scale=None if hidden_scale is None else hidden_scale[piece],
             gemm1_weights=codes,
@@ -119,14 +123,10 @@ def _fused_moe(
             output1_scale_gate_scalar=None if scales is None else scales.output1_gate,
             output2_scale_scalar=None if scales is None else scales.output2,
             num_experts=codes.shape[0],
-            top_k=ids.shape[1],
-            n_group=None,
-            topk_group=None,
+            top_k=call.topk_ids.shape[1],
             intermediate_size=call.w2.codes.shape[2] * 2,
             local_expert_offset=0,
             local_num_experts=codes.shape[0],
-            routed_scaling_factor=None,
-            routing_method_type=int(RoutingMethodType.Renormalize),
             activation_type=int(ActivationType[name]),
             hidden_states_scale_layout=None if hidden_scale is None else SfLayout.layout_linear,
         )
@@ -134,9 +134,46 @@ def _fused_moe(
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
 
 
+def _routed(call: ExpertsCall, router: RouterCall | None, piece: slice) -> Callable[..., list[torch.Tensor]]:
+    """FlashInfer's function, told how the tokens of ``piece`` are routed."""
+    from flashinfer.fused_moe import trtllm_fp4_block_scale_moe, trtllm_fp4_block_scale_routed_moe
+    from flashinfer.tllm_enums import RoutingMethodType
+
+    if router is not None:
+        return partial(trtllm_fp4_block_scale_moe, **routing_args(router, piece))
+    ids, weights = call.topk_ids[piece], call.topk_weights[piece]
+    weights = weights.float() if weights.dtype is torch.float16 else weights
+    return partial(
+        trtllm_fp4_block_scale_routed_moe,
+        topk_ids=(ids.to(torch.int32).contiguous(), weights.contiguous()),
+        routing_bias=None,
+        n_group=None,
+        topk_group=None,
+        routed_scaling_factor=None,
+        routing_method_type=int(RoutingMethodType.Renormalize),
+    )
+
+
+_Kernel: TypeAlias = "Callable[[ExpertsCall, RouterCall | None], torch.Tensor]"
+
+
+def _from_logits(
+    kernel: _Kernel, router: RouterCall, experts: Callable[[torch.Tensor, torch.Tensor], ExpertsCall]
+) -> torch.Tensor:
+    """``kernel``, which writes ids and weights for itself alone."""
+    ids = router.logits.new_empty(0, router.top_k, dtype=torch.int32)
+    call = experts(ids, ids.to(router.weights_dtype))
+    return unless_empty(partial(kernel, router=router))(call)
+
+
+_KERNELS: dict[str, _Kernel] = {"bf16": _bf16, "mxfp8": _mxfp8, "nvfp4": _nvfp4}
 _OPS = {
-    name: define_experts_op(f"moe_flashinfer_trtllm_{name}", unless_empty(kernel))
-    for name, kernel in (("bf16", _bf16), ("mxfp8", _mxfp8), ("nvfp4", _nvfp4))
+    name: define_experts_op(f"moe_flashinfer_trtllm_{name}", unless_empty(partial(kernel, router=None)))
+    for name, kernel in _KERNELS.items()
+}
+_ROUTED_OPS = {
+    name: define_routed_op(f"moe_flashinfer_trtllm_{name}_routed", partial(_from_logits, kernel))
+    for name, kernel in _KERNELS.items()
 }
 
 
@@ -144,11 +181,15 @@ class FlashinferTrtllmBackend:
     name = "flashinfer_trtllm"
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
-        return Verdict(self.name, (*common_reasons(MODES, spec, device), *_limit_reasons(spec)))
+        half = half_reasons(spec, common=_needs_common_globals(spec))
+        return Verdict(self.name, (*common_reasons(MODES, spec, device), *half, *_limit_reasons(spec)))
 
     def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
-        """Below ``triton_w4a16``, since it is not measured."""
-        return 30
+        """Above all others, as in engines that measured on these devices, for which its kernels are generated.
+
+        Here nothing of it is measured: a small layer that it gets right is what comes before its use (``probe``).
+        """
+        return 60
 
     def probe_errors(self) -> tuple[type[Exception], ...]:
         return PROBE_ERRORS
@@ -157,15 +198,21 @@ class FlashinferTrtllmBackend:
         mode = choose_mode(MODES, spec, device)
         assert mode is not None, "check refuses it"
         placing = Placing.of(spec, mode.rows)
-        # One limit meets gate and up in the units of their accumulators.
-        common = spec.activation.limit is not None
+        common = _needs_common_globals(spec)
         ready: dict[str, PlanArg] = {
             **_weight("w13", mode, placing, common, spec.has_w13_bias),
             **_weight("w2", mode, placing, common, spec.has_w2_bias),
         }
-        args = experts_args(spec, **ready)  # type: ignore[arg-type]
+        args, op = experts_args(spec, **ready), _OPS[mode.name]  # type: ignore[arg-type]
+        if routes_inside(spec):
+            args, op = routed_args(spec, args), _ROUTED_OPS[mode.name]
         padding, layout = padding_text(spec, mode.rows), "shuffled rows, scale tiles"
-        return KernelPlan(_OPS[mode.name], args, layout=layout, padding=padding, activations=mode.activations)
+        return KernelPlan(op, args, layout=layout, padding=padding, activations=mode.activations)
+
+
+def _needs_common_globals(spec: MoESpec) -> bool:
+    """One limit meets gate and up in the units of their accumulators."""
+    return spec.activation.limit is not None
 
 
 def _limit_reasons(spec: MoESpec) -> list[Reason]:
@@ -214,7 +261,7 @@ def _w13_factors(placing: Placing, common: bool, global_scale: torch.Tensor) -> 
 
 
 def _w2_factors(placing: Placing, global_scale: torch.Tensor) -> torch.Tensor:
-    return expert_globals(global_scale, placing.num_experts) * PRODUCT_FACTOR
+    return expert_globals(nonzero(global_scale), placing.num_experts) * PRODUCT_FACTOR
 
 
 def _bias(name: str, placing: Placing, bias: torch.Tensor) -> torch.Tensor:

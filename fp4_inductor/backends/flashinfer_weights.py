@@ -24,6 +24,13 @@ Its block scales are then exact to three bits for blocks whose largest product i
 block is zero, above 336 it saturates. A measured factor would have to come with the checkpoint.
 """
 
+_NEXT_TO_ZERO = 2.0**-64
+
+
+def nonzero(global_scale: torch.Tensor) -> torch.Tensor:
+    """Global scales to divide by: for zero, an expert's whose weights all are, one too small to show in a result."""
+    return torch.where(global_scale == 0, _NEXT_TO_ZERO, global_scale)
+
 
 @dataclass(frozen=True, slots=True)
 class Placing:
@@ -78,6 +85,7 @@ class Placing:
         Raises:
             InexactWeightsError: they differ where the kernel needs ``common`` ones, or within an expert's rows.
         """
+        global_scale = nonzero(global_scale)
         if self.source is None:
             return expert_globals(global_scale, self.num_experts), None
         gate, up = gate_up_globals(global_scale, self.source, self.num_experts)

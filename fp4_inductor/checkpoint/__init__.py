@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
-from . import gpt_oss
+from .detect import LAYOUTS, find_weights
 from .files import SafetensorsFiles
-from .model import build_on_meta, check_names, fill, finish
+from .model import build_on_meta, check_shapes, fill, finish, model_config
+from .placing import place
 
-LAYOUTS = (gpt_oss,)
+__all__ = ["LAYOUTS", "load"]
 
 
 def load(
@@ -23,9 +25,11 @@ def load(
     experts_implementation: str = "grouped_mm",
     **hf_kwargs: Any,
 ) -> torch.nn.Module:
-    """The transformers model of a local FP4 checkpoint, its expert weights still packed.
+    """The transformers model of a local FP4 checkpoint, its FP4 weights still packed.
 
-    The model is in evaluation mode, without gradients, and generates as one from ``from_pretrained`` does.
+    The model is in evaluation mode, without gradients, and generates as one from ``from_pretrained`` does. Experts
+    and linear layers that are FP4 in the checkpoint dequantise where they are read; scales of activations are not
+    used.
 
     Args:
         path: folder with ``config.json`` and safetensors in a supported layout (``LAYOUTS``).
@@ -37,20 +41,20 @@ def load(
     Raises:
         CheckpointError: a layout that is not supported, or a file that does not fill the model exactly.
     """
-    files = SafetensorsFiles(path)
-    layout = next((layout for layout in LAYOUTS if layout.claims(files.keys)), None)
-    if layout is None:
+    folder = Path(path)
+    if not folder.is_dir():
         raise CheckpointError(
-            "recognising a checkpoint's layout",
-            needed="one of: " + "; ".join(layout.DESCRIPTION for layout in LAYOUTS),
-            got=f"{len(files.keys)} tensors of another layout, such as {', '.join(sorted(files.keys)[:3])}",
-            where=str(path),
-            now=gpt_oss.advice(files.keys) or "weights that are not FP4 load with transformers; then call quantize_",
+            "opening a checkpoint",
+            needed="a local folder",
+            got="no such folder",
+            where=str(folder),
+            now="download a model of the Hub with huggingface_hub.snapshot_download and load its folder",
         )
+    files = SafetensorsFiles(folder)
+    weights = find_weights(files)
     where = torch.get_default_device() if device is None else torch.device(device)
-    model = build_on_meta(files.folder, dtype, experts_implementation, hf_kwargs)
-    layout.install_carriers(model, files, dtype)
-    names = {key: layout.target_name(key) for key in files.keys}
-    check_names(model, names, files)
-    fill(model, names, files, layout.convert, where, dtype)
-    return finish(model, files.folder, where)
+    model = build_on_meta(model_config(files, hf_kwargs), dtype, experts_implementation, hf_kwargs)
+    placements = place(model, weights)
+    packed = check_shapes(model, placements)
+    fill(model, placements, packed, where, dtype)
+    return finish(model, folder, where)

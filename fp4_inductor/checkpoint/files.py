@@ -1,20 +1,23 @@
-"""The safetensors files of a checkpoint folder."""
+"""The safetensors files of a checkpoint folder: headers first, then tensor by tensor through a memory map."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections import defaultdict
-from collections.abc import Iterator
+import mmap
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from ..errors import CheckpointError
+from .headers import StoredTensor, read_header
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_DROP_EVERY = 64 << 20
+"""Bytes after which pages of the maps are given back, so that the file does not stay in memory beside the model."""
 
 
 class SafetensorsFiles:
@@ -22,60 +25,111 @@ class SafetensorsFiles:
 
     Attributes:
         folder: where they are.
-        keys: name of each tensor, to the file that holds it.
-        shapes: of each tensor.
+        tensors: where each is, by name.
+        metadata: text that the writer added, of all files.
+        config: ``config.json``, empty where there is none.
+        quantization: what ``config.json`` and ``hf_quant_config.json`` say of it, the latter in ``config.json``'s keys.
 
     Raises:
         CheckpointError: no such folder, no safetensors, or a file that cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.folder = Path(path)
-        if not self.folder.is_dir():
-            hint = "download a model of the Hub with huggingface_hub.snapshot_download and load its folder"
-            self._refuse("a local folder", "no such folder", hint)
-        index = self.folder / _INDEX
-        names = sorted(set(self._read_index(index).values())) if index.exists() else [_SINGLE]
-        if not index.exists() and not (self.folder / _SINGLE).exists():
-            found = ", ".join(sorted(entry.name for entry in self.folder.iterdir())[:5]) or "nothing"
-            self._refuse(f"{_SINGLE} or {_INDEX}", found, "other formats can be saved again by transformers")
-        self.keys: dict[str, str] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for name in names:
-            with self._open(name) as file:
-                in_file: list[str] = file.keys()
-                for key in in_file:
-                    self.keys[key] = name
-                    self.shapes[key] = tuple(file.get_slice(key).get_shape())
-        if index.exists() and (lost := sorted(self._read_index(index).keys() - self.keys.keys())):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        self.metadata: dict[str, str] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._bytes_mapped = 0
+        index = self._index()
+        for name in sorted(set(index.values())) if index is not None else self._names_without_index():
+            header = read_header(folder / name)
+            if twice := sorted(self.tensors.keys() & header.tensors.keys()):
+                self._refuse("each tensor once", f"{twice[0]} in two files", "")
+            self.tensors |= header.tensors
+            self.metadata |= header.metadata
+        if index is not None and (lost := sorted(index.keys() - self.tensors.keys())):
             self._refuse("every tensor that the index names", f"{len(lost)} missing, such as {lost[0]}", "")
+        self.config = self._read_json(folder / "config.json")
+        self.quantization = self._quantization()
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, file by file. They may share memory with the file: copy what is kept."""
-        by_file = defaultdict(list)
-        for key, name in self.keys.items():
-            by_file[name].append(key)
-        for name, keys in by_file.items():
-            with self._open(name) as file:
-                for key in keys:
-                    yield key, file.get_tensor(key)
+    def read(self, key: str) -> torch.Tensor:
+        """A tensor of its own memory, in the dtype and shape of the file."""
+        stored = self.tensors[key]
+        if not stored.nbytes:
+            return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        if stored.file not in self._maps:
+            with stored.file.open("rb") as stream:
+                # A private map is writable, which torch asks of memory; nothing writes to it.
+                self._maps[stored.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        source = torch.frombuffer(
+            self._maps[stored.file], dtype=torch.uint8, count=stored.nbytes, offset=stored.begin
+        ).clone()
+        self._bytes_mapped += stored.nbytes
+        if self._bytes_mapped >= _DROP_EVERY:
+            self._drop_pages()
+        return source.view(stored.dtype).reshape(stored.shape)
 
-    def _read_index(self, index: Path) -> dict[str, str]:
-        try:
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
-            self._refuse(f"a readable {index.name}", f"{type(error).__name__}: {error}", "")
+    def _drop_pages(self) -> None:
+        self._bytes_mapped = 0
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+    def _index(self) -> dict[str, str] | None:
+        """Tensor names to file names, None where there is no index."""
+        indices = sorted(self.folder.glob("*.safetensors.index.json"))
+        path = self.folder / _INDEX if len(indices) != 1 else indices[0]
+        if not path.exists():
+            return None
+        weight_map = self._read_json(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            self._refuse(f"a readable {path.name}", "no weight_map from names to files", "")
+        for name in weight_map.values():
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                self._refuse("an index of safetensors files in its own folder", repr(name), "")
+        if (self.folder / _SINGLE).exists() and _SINGLE not in weight_map.values():
+            self._refuse(
+                "one checkpoint", f"two: {_SINGLE}, and the shards that {path.name} names", "move one of them away"
+            )
         return weight_map
 
-    def _open(self, name: str) -> Any:
+    def _names_without_index(self) -> list[str]:
+        names = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        shards = [re.fullmatch(r"(.+)-(\d+)-of-(\d+)\.safetensors", name) for name in names]
+        series = {(shard[1], int(shard[3])) for shard in shards if shard}
+        complete = all(shards) and len(series) == 1 and len(names) == next(iter(series))[1]
+        if _SINGLE in names:
+            names = [_SINGLE]
+        elif len(names) != 1 and not complete:
+            entries = sorted(entry.name for entry in self.folder.iterdir())
+            if any(entry.endswith(_PICKLES) for entry in entries):
+                hint = "save it again as safetensors: pickles run code when they are opened, so none is"
+            else:
+                hint = "other formats can be saved again by transformers"
+            self._refuse(f"{_SINGLE} or {_INDEX}", ", ".join(entries[:5]) or "nothing", hint)
+        return names
+
+    def _quantization(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        second = self._read_json(self.folder / "hf_quant_config.json").get("quantization")
+        if isinstance(second, dict):
+            found |= {"quant_method": "modelopt", **second}
+        for part in (self.config, *(value for value in self.config.values() if isinstance(value, dict))):
+            if isinstance(said := part.get("quantization_config"), dict):
+                found |= said
+                break
+        return found
+
+    def _read_json(self, path: Path) -> dict[str, Any]:
+        if not path.exists():
+            return {}
         try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError:
-            self._refuse("the safetensors package", "none", 'pip install "fp4_inductor[hf]"')
-        try:
-            return safe_open(self.folder / name, framework="pt")
-        except (SafetensorError, OSError) as error:
-            self._refuse(f"a readable {name}", str(error), "download it again")
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            self._refuse(f"a readable {path.name}", f"{type(error).__name__}: {error}", "")
+        if not isinstance(content, dict):
+            self._refuse(f"a readable {path.name}", "no mapping", "")
+        return content
 
     def _refuse(self, needed: str, got: str, now: str) -> NoReturn:
         raise CheckpointError("opening a checkpoint", needed=needed, got=got, where=str(self.folder), now=now)

@@ -6,74 +6,51 @@ keep the module's own gate and up order (interleaved). Source: transformers, int
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from ..errors import CheckpointError
-from ..formats import E8M0_NAN, MXFP4
-from ..modules import CarriedWeight, pack_parameter, transposed_experts
+from ..formats import MXFP4
 from ..quant import PackedTensors
 from .files import SafetensorsFiles
+from .parts import require
+from .weights import Fp4Weight, block_format, packed
 
 DESCRIPTION = "gpt-oss MXFP4 as published for transformers (*_blocks and *_scales)"
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
-def claims(keys: Collection[str]) -> bool:
-    """Whether the layout is this one."""
-    return any(key.endswith(_BLOCKS) and key.removesuffix(_BLOCKS) + _SCALES in keys for key in keys)
-
-
-def advice(keys: Collection[str]) -> str:
-    """What to do about a related layout that is not read, "" if it is unrelated."""
-    if any(key.endswith("mlp1_weight.blocks") for key in keys):
-        return "this is gpt-oss in OpenAI's own layout: load the top folder of the repository, not original/"
-    return ""
-
-
-def target_name(key: str) -> str:
-    """The model's name of a checkpoint tensor."""
-    if key.endswith(_BLOCKS):
-        return key.removesuffix(_BLOCKS) + "_packed"
-    if key.endswith(_SCALES):
-        return key.removesuffix(_SCALES) + "_block_scale"
-    return key
-
-
-def convert(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A checkpoint tensor in canonical form.
+def find(files: SafetensorsFiles) -> Iterator[Fp4Weight]:
+    """The weights of this layout.
 
     Raises:
-        CheckpointError: a scale that is NaN.
+        CheckpointError: parts that are missing, or that do not fit together.
     """
-    if key.endswith(_BLOCKS):
-        return tensor.flatten(-2)
-    if key.endswith(_SCALES) and bool((tensor == E8M0_NAN).any()):
-        count = int((tensor == E8M0_NAN).sum())
-        raise CheckpointError("reading block scales", needed="numbers", got=f"{count} NaN (byte 255)", where=key)
-    return tensor
+    names = [
+        key.removesuffix(_BLOCKS)
+        for key, stored in files.tensors.items()
+        if key.endswith(_BLOCKS) and stored.dtype == torch.uint8 and len(stored.shape) == 4
+    ]
+    require(files.tensors, (name + _SCALES for name in names), DESCRIPTION)
+    for name in names:
+        yield blocks_weight(files, name, name + _BLOCKS, name + _SCALES, DESCRIPTION)
 
 
-def install_carriers(model: nn.Module, files: SafetensorsFiles, dtype: torch.dtype) -> None:
-    """Turn the model's expert weights into empty carriers on the meta device.
+def blocks_weight(files: SafetensorsFiles, name: str, blocks: str, scales: str, layout: str) -> Fp4Weight:
+    """The weight ``name`` of blocks ``uint8 [E, N, K/32, 16]`` and their scales ``uint8 [E, N, K/32]``.
 
     Raises:
-        CheckpointError: the model has no such weights, or they have another shape.
+        CheckpointError: shapes or dtypes that do not fit together.
     """
-    for key in sorted(key for key in files.keys if key.endswith(_BLOCKS)):
-        path, _, name = key.removesuffix(_BLOCKS).rpartition(".")
-        module = dict(model.named_modules()).get(path)
-        parameter = None if module is None else module._parameters.get(name)
-        if module is None or parameter is None:
-            raise CheckpointError("installing packed weights", needed=f"{path}.{name} in the model", got="none")
-        transposed = bool(transposed_experts(module))
-        e, n, k = parameter.mT.shape if transposed else parameter.shape
-        if files.shapes[key] != (e, n, k // MXFP4.block_size, MXFP4.block_size // 2):
-            needed = f"the shape of config.json, {e} experts of {n} x {k}"
-            raise CheckpointError("installing packed weights", needed=needed, got=str(files.shapes[key]), where=key)
-        codes = torch.empty(e, n, k // 2, dtype=torch.uint8, device="meta")
-        scale = torch.empty(e, n, k // MXFP4.block_size, dtype=MXFP4.scale_dtype, device="meta")
-        pack_parameter(module, CarriedWeight(name, MXFP4, transposed), PackedTensors(codes, scale, None), dtype)
+    *rows, count, size = files.tensors[blocks].shape
+    scale = files.tensors[scales]
+    fmt = block_format(f"reading {layout}", scale.dtype, (*rows, count * size), scale.shape, blocks)
+    if fmt != MXFP4:
+        raise CheckpointError(f"reading {layout}", needed="e8m0 scales", got=str(scale.dtype), where=scales)
+
+    def read() -> PackedTensors:
+        return packed(files.read(blocks).flatten(-2), files.read(scales), None, scales)
+
+    return Fp4Weight(name, layout, fmt, (*rows, 2 * count * size), (blocks, scales), read)

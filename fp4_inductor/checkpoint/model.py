@@ -1,9 +1,11 @@
-"""A transformers model built without memory, and filled tensor by tensor."""
+"""A transformers model built without memory, and filled parameter by parameter."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,99 +15,178 @@ from tqdm import tqdm
 
 from .. import experts_interface
 from ..errors import CheckpointError
+from ..modules import CarriedWeight, pack_parameter
+from ..quant import PackedTensors
+from . import openai_gpt_oss
+from .assemble import assemble, assembled_shape, orient, rows_of_pairs
 from .files import SafetensorsFiles
+from .parts import some
+from .placing import Placement
+from .weights import Fp4Weight, PlainWeight
+
+_CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def build_on_meta(
-    folder: Path, dtype: torch.dtype, experts_implementation: str, hf_kwargs: Mapping[str, Any]
-) -> nn.Module:
-    """The model that ``config.json`` describes, unquantised and on the meta device.
+def model_config(files: SafetensorsFiles, hf_kwargs: Mapping[str, Any]) -> Any:
+    """transformers' config of the model, without its quantisation.
 
     Raises:
         CheckpointError: no config, or none that transformers knows.
     """
-    if not (folder / "config.json").exists():
-        raise CheckpointError("reading a checkpoint's config", needed="config.json", got="none", where=str(folder))
+    if not files.config:
+        folder = str(files.folder)
+        raise CheckpointError("reading a checkpoint's config", needed="config.json", got="none", where=folder)
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
     except ImportError:
         raise CheckpointError(
             "building the model", needed="transformers", got="none", now='pip install "fp4_inductor[hf]"'
         ) from None
-    experts_interface.register()
+    if openai_gpt_oss.claims(files):
+        return openai_gpt_oss.text_config(files)
     trust = {key: value for key, value in hf_kwargs.items() if key == "trust_remote_code"}
     try:
-        config = AutoConfig.from_pretrained(folder, **trust)
+        config = AutoConfig.from_pretrained(files.folder, **trust)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            "reading a checkpoint's config", needed="one that transformers knows", got=str(error), where=str(folder)
+            "reading a checkpoint's config",
+            needed="one that transformers knows",
+            got=str(error),
+            where=str(files.folder),
         ) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers must neither unpack nor refuse these weights
+    return config
+
+
+def build_on_meta(config: Any, dtype: torch.dtype, experts_implementation: str, hf_kwargs: Mapping[str, Any]) -> Any:
+    """The model that ``config`` describes, unquantised and on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    experts_interface.register()
+    auto_class: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call, no-any-return]
-            config, dtype=dtype, experts_implementation=experts_implementation, **hf_kwargs
-        )
+        model = auto_class.from_config(config, dtype=dtype, **hf_kwargs)
+    if model._can_set_experts_implementation():  # some classes compute experts in one way only
+        model.set_experts_implementation(experts_implementation)
+    return model
 
 
-def check_names(model: Any, names: Mapping[str, str], files: SafetensorsFiles) -> None:
-    """Compare the model's names with the checkpoint's before a byte is read; ignored tensors leave ``files``.
+def check_shapes(model: nn.Module, placements: Sequence[Placement]) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Hold the headers against the model before a byte is read.
+
+    Returns:
+        of each parameter that is packed: shape ``[..., N, K]``, and whether the module keeps it as ``[E, K, N]``.
 
     Raises:
-        CheckpointError: tensors that the model lacks, or that the checkpoint lacks.
+        CheckpointError: a weight of another shape, or of a dtype that would have to be reinterpreted.
     """
-    expected = set(model.state_dict())
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-    for key in [key for key, name in names.items() if name not in expected]:
-        if any(re.search(pattern, key) for pattern in ignored):
-            del files.keys[key]
-    unexpected = sorted(key for key in files.keys if names[key] not in expected)
-    missing = expected - {names[key] for key in files.keys}
-    tied = model.all_tied_weights_keys
-    partners = {**tied, **{source: target for target, source in tied.items()}}
-    missing -= {name for name in missing if partners.get(name, name) not in missing}
-    if unexpected or missing:
-        raise CheckpointError(
-            "matching the checkpoint with the model",
-            needed="the same tensors in both",
-            got=f"missing: {_some(sorted(missing))}; unexpected: {_some(unexpected)}",
-            where=str(files.folder),
-        )
+    by_module: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for placement in placements:
+        target = placement.targets[0]
+        path, _, name = target.rpartition(".")
+        if placement.is_fp4:
+            parameter = model.get_submodule(path)._parameters.get(name)
+            by_module[path][name] = assembled_shape(placement, 0 if parameter is None else parameter.shape[0])
+        elif placement.converter is None:
+            (weight,) = placement.weights
+            assert isinstance(weight, PlainWeight)
+            _check_tensor(_tensor(model, target), weight.dtype, weight.shape, weight.keys[0])
+    checked: dict[str, tuple[tuple[int, ...], bool]] = {}
+    for path, shapes in by_module.items():
+        turned = orient(model.get_submodule(path), shapes)
+        checked |= {f"{path}.{name}": (shape, turned[name]) for name, shape in shapes.items()}
+    return checked
 
 
 def fill(
-    model: nn.Module,
-    names: Mapping[str, str],
-    files: SafetensorsFiles,
-    convert: Callable[[str, torch.Tensor], torch.Tensor],
+    model: Any,
+    placements: Sequence[Placement],
+    packed: Mapping[str, tuple[tuple[int, ...], bool]],
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Copy every tensor of the checkpoint to its place on ``device``.
+    """Put every weight in its place on ``device``, one parameter at a time.
+
+    Args:
+        packed: what ``check_shapes`` gave.
 
     Raises:
-        CheckpointError: a tensor of another shape, or of a dtype that would have to be reinterpreted.
+        CheckpointError: a scale that is no number, or a tensor that does not fit.
     """
-    for key, tensor in tqdm(files.tensors(), total=len(files.keys), desc="Loading", unit="tensor", disable=None):
-        path, _, name = names[key].rpartition(".")
-        module = model.get_submodule(path)
-        target = module._parameters.get(name, module._buffers.get(name))
-        assert target is not None
-        value = convert(key, tensor)
-        same_kind = value.dtype == target.dtype or (value.dtype in _CASTABLE and target.dtype in _CASTABLE)
-        if value.shape != target.shape or not same_kind:
-            raise CheckpointError(
-                "loading a tensor",
-                needed=f"{target.dtype} of shape {list(target.shape)}",
-                got=f"{value.dtype} of shape {list(value.shape)}",
-                where=key,
-            )
-        wanted = torch.float32 if _kept_in_float32(model, names[key], dtype) else target.dtype
-        value = value.to(device, wanted if target.dtype in _CASTABLE else target.dtype, copy=True)
-        if name in module._parameters:
-            module._parameters[name] = nn.Parameter(value, requires_grad=False)
-        else:
-            module._buffers[name] = value
+    for placement in tqdm(placements, desc="Loading", unit="parameter", disable=None):
+        if placement.is_fp4:
+            (target,) = placement.targets
+            _fill_packed(model, placement, *packed[target], device, dtype)
+            continue
+        for target, value in _plain_values(model, placement).items():
+            _fill_plain(model, target, value, placement.weights[0].keys[0], device, dtype)
+
+
+def _fill_packed(
+    model: Any, placement: Placement, shape: tuple[int, ...], turned: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    path, _, name = placement.targets[0].rpartition(".")
+    module = model.get_submodule(path)
+    weight = placement.weights[0]
+    assert isinstance(weight, Fp4Weight)
+    tensors = rows_of_pairs(module, name, assemble(placement, shape))
+    codes, scale, global_scale = tensors
+    on_device = PackedTensors(
+        codes.to(device), scale.to(device), None if global_scale is None else global_scale.to(device)
+    )
+    pack_parameter(module, CarriedWeight(name, weight.format, turned), on_device, dtype)
+
+
+def _plain_values(model: Any, placement: Placement) -> dict[str, torch.Tensor]:
+    """The tensors of weights that are not packed, stacked and joined by transformers where its table says so."""
+    if placement.converter is None:
+        return {placement.targets[0]: _read_plain(placement.weights[0])}
+    converter = placement.converter
+    for pattern, group in zip(placement.patterns, placement.sources, strict=True):
+        for weight in group:
+            converter.add_tensor(placement.targets[0], weight.name, pattern, partial(_read_plain, weight))
+    made: dict[str, Any] = converter.convert(placement.targets[0], model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _read_plain(weight: Any) -> torch.Tensor:
+    value: torch.Tensor = weight.read()
+    return value
+
+
+def _fill_plain(
+    model: Any, target: str, value: torch.Tensor, where: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    path, _, name = target.rpartition(".")
+    module, empty = model.get_submodule(path), _tensor(model, target)
+    _check_tensor(empty, value.dtype, tuple(value.shape), where)
+    wanted = torch.float32 if _kept_in_float32(model, target, dtype) else empty.dtype
+    value = value.to(device, wanted if empty.dtype in _CASTABLE else empty.dtype)
+    if name in module._parameters:
+        module._parameters[name] = nn.Parameter(value.contiguous(), requires_grad=False)
+    else:
+        module._buffers[name] = value.contiguous()
+
+
+def _tensor(model: Any, name: str) -> torch.Tensor:
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    tensor: torch.Tensor | None = module._parameters.get(last, module._buffers.get(last))
+    assert tensor is not None
+    return tensor
+
+
+def _check_tensor(empty: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], where: str) -> None:
+    same_kind = dtype == empty.dtype or (dtype in _CASTABLE and empty.dtype in _CASTABLE)
+    if shape != tuple(empty.shape) or not same_kind:
+        raise CheckpointError(
+            "loading a tensor",
+            needed=f"{empty.dtype} of shape {list(empty.shape)}",
+            got=f"{dtype} of shape {list(shape)}",
+            where=where,
+            now="a quantised weight needs its scales beside it; export the checkpoint again",
+        )
 
 
 def finish(model: Any, folder: Path, device: torch.device) -> nn.Module:
@@ -122,14 +203,11 @@ def finish(model: Any, folder: Path, device: torch.device) -> nn.Module:
         _compute_buffers(model, module, device)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if empty := [name for name, tensor in tensors if tensor.is_meta]:
-        raise CheckpointError("finishing the model", needed="every tensor filled", got=_some(empty) + " empty")
+        raise CheckpointError("finishing the model", needed="every tensor filled", got=some(empty) + " empty")
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     finished: nn.Module = model.eval().requires_grad_(False)
     return finished
-
-
-_CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _kept_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
@@ -152,11 +230,5 @@ def _compute_buffers(model: Any, module: nn.Module, device: torch.device) -> Non
         module._buffers[name] = torch.full_like(empty, float("nan"), device=device)
     model._init_weights(module)
     if left := [name for name in names if module.get_buffer(name).isnan().any()]:
-        got = f"{_some(left)} of {type(module).__name__} left empty"
+        got = f"{some(left)} of {type(module).__name__} left empty"
         raise CheckpointError("computing buffers", needed="transformers to initialise them", got=got)
-
-
-def _some(names: list[str]) -> str:
-    if not names:
-        return "none"
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

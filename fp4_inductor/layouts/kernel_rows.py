@@ -38,3 +38,5 @@ CUTEDSL_NVFP4 = KernelRows(BLOCKS_OF_64, 256, 64, 128)
 CUTEDSL_MXFP4 = KernelRows(BLOCKS_OF_64, 256, 128, 128)
 # It pads I to 128, or to 256 for few tokens, by itself, and then keeps a second copy of all weights.
 B12X = KernelRows(UP_GATE, 128, 256, 256)
+# Its kernels for bfloat16 activations repack weights in any case, in tiles of 64 by 128.
+B12X_BF16 = KernelRows(UP_GATE, 128, 128, 128)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -33,13 +34,17 @@ from fp4_inductor.layouts.gate_up import UP_GATE, RowOrder, reorder_gate_up
 from fp4_inductor.layouts.kernel_rows import BLOCKS_OF_64
 from fp4_inductor.layouts.scale_128x4 import from_mma_scale_view, from_scale_tiles
 
-CUTEDSL = "fused_moe.cute_dsl_fused_moe"
+CUTEDSL, B12X = "fused_moe.cute_dsl_fused_moe", "fused_moe.b12x_fused_moe"
+
+given_to_b12x: list[list[weakref.ref[torch.Tensor]]] = []
+"""The weights of each call for bfloat16 activations: what FlashInfer packs it keeps as long as these objects live."""
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Put the functions here in FlashInfer's place; returns the names of those called, as they are."""
     signatures = {name: inspect.signature(real(name)) for name in _FUNCTIONS} if INSTALLED else {}
     calls: list[str] = []
+    given_to_b12x.clear()
 
     def recorded(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -180,8 +185,84 @@ def cute_dsl_fused_moe(
     )
 
 
+def b12x_fused_moe(
+    *,
+    x: torch.Tensor,
+    w1_weight: torch.Tensor,
+    w1_weight_sf: torch.Tensor,
+    w2_weight: torch.Tensor,
+    w2_weight_sf: torch.Tensor,
+    token_selected_experts: torch.Tensor,
+    token_final_scales: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    w1_alpha: torch.Tensor,
+    w2_alpha: torch.Tensor,
+    output: torch.Tensor,
+    output_dtype: torch.dtype,
+    activation: str,
+    quant_mode: str,
+    fc2_input_scale: torch.Tensor | None = None,
+    input_global_scale: torch.Tensor | None = None,
+    swiglu_alpha: float = 1.702,
+    swiglu_beta: float = 1.0,
+    swiglu_limit: float | None = None,
+) -> torch.Tensor:
+    tokens, hidden_size, inner = x.shape[0], w2_weight.shape[1], w2_weight.shape[2] * 2
+    kinds = {"silu": "Swiglu", "relu2": "Relu2"}
+    if quant_mode != "w4a16":
+        kinds |= {"gelu_tanh": "GegluTanh", "swigluoai_uninterleave": "Swiglu"}
+    name = kinds[activation]
+    knobs: tuple[float, float, float | None] = (1.0, 0.0, None)
+    if activation == "swigluoai_uninterleave":
+        assert swiglu_limit is not None, "it would be 7"
+        knobs = (swiglu_alpha, swiglu_beta, swiglu_limit)
+    assert activation == "swigluoai_uninterleave" or swiglu_limit is None
+    gated, block = name != "Relu2", 32 if quant_mode == "mxfp4" else 16
+    assert hidden_size % 128 == 0
+    assert inner % (128 if quant_mode == "w4a16" else 256) == 0, "it would pad a copy of all weights"
+    assert w1_weight.shape == (num_experts, inner * (1 + gated), hidden_size // 2)
+    is_like(x, torch.bfloat16, tokens, hidden_size)
+    is_like(output, output_dtype, tokens, hidden_size)
+    check_routes(token_selected_experts, token_final_scales, num_experts, top_k)
+    by_expert(num_experts, w1_alpha, w2_alpha)
+    tensors = (x, token_selected_experts, token_final_scales, w1_alpha, w2_alpha, fc2_input_scale, input_global_scale)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in (*tensors, output))
+    assert all(t is None or t.data_ptr() % 16 == 0 for t in (w1_alpha, w2_alpha, fc2_input_scale))
+    numbers, alpha1, quantise2 = x.double(), w1_alpha.double(), torch.ones(num_experts, dtype=torch.float64)
+    if quant_mode == "nvfp4":
+        is_like(input_global_scale, torch.float32, 1)
+        is_like(fc2_input_scale, torch.float32, num_experts)
+        numbers, alpha1 = numbers / input_global_scale.double(), alpha1 * input_global_scale.double()
+        quantise2 = 1 / fc2_input_scale.double()
+    else:
+        assert input_global_scale is None
+        assert fc2_input_scale is None
+    if quant_mode == "w4a16":
+        objects = (w1_weight, w1_weight_sf, w1_alpha, w2_weight, w2_weight_sf, w2_alpha)
+        given_to_b12x.append([weakref.ref(tensor) for tensor in objects])
+        w1, w2 = (packed_weights(*pair) for pair in ((w1_weight, w1_weight_sf), (w2_weight, w2_weight_sf)))
+    else:
+        w1, w2 = (weights_under_view(*pair, block) for pair in ((w1_weight, w1_weight_sf), (w2_weight, w2_weight_sf)))
+    routing = (token_selected_experts, token_final_scales)
+    return output.copy_(experts_in_float64(numbers, w1, w2, alpha1, w2_alpha, quantise2, *routing, name, knobs))
+
+
+def packed_weights(codes: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+    """float64 [E, N, K] as packing makes of codes and tiles of block scales: those that are small become zero."""
+    experts, rows, columns = *codes.shape[:2], codes.shape[2] * 2
+    is_like(codes, torch.uint8, experts, rows, columns // 2)
+    is_like(tiles, torch.float8_e4m3fn, experts, -(-rows // 128) * 128, -(-columns // 64) * 4)
+    assert codes.is_contiguous()
+    assert tiles.is_contiguous()
+    scale = from_scale_tiles(tiles, rows, columns // 16).double()
+    factor = 2.0 ** float((448 / scale.amax()).log2().floor())
+    return values(codes, torch.where(scale * factor < 2.0**-6, 0.0, scale))
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     CUTEDSL: cute_dsl_fused_moe,
+    B12X: b12x_fused_moe,
     FP4_QUANTIZE: fp4_quantize,
     MXFP8_QUANTIZE: mxfp8_quantize,
 }

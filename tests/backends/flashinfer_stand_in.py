@@ -30,10 +30,12 @@ ActivationType = IntEnum(
     "ActivationType",
     {"Gelu": 0, "Relu": 1, "Silu": 2, "Swiglu": 3, "Geglu": 4, "Relu2": 6, "SwigluStep": 7, "GegluTanh": 8},
 )
-RoutingMethodType = IntEnum("RoutingMethodType", {"Default": 0, "Renormalize": 1})
+_METHODS = "Default Renormalize DeepSeekV3 Llama4 RenormalizeNaive TopK SigmoidRenorm MiniMax2 Sigmoid TopKSigmoid"
+RoutingMethodType = IntEnum("RoutingMethodType", _METHODS, start=0)
 SfLayout = IntEnum("SfLayout", {"layout_128x4": 0, "layout_8x4": 1, "layout_linear": 2})
 INSTALLED = DeviceInfo.parse("cpu").library(LIBRARY) is not None
 CUTLASS, TRTLLM = "fused_moe.cutlass_fused_moe", "fused_moe.trtllm_fp4_block_scale_routed_moe"
+TRTLLM_FROM_LOGITS = "fused_moe.trtllm_fp4_block_scale_moe"
 FP4_QUANTIZE, MXFP8_QUANTIZE = "fp4_quantize", "mxfp8_quantize"
 
 
@@ -297,6 +299,52 @@ def trtllm_fp4_block_scale_routed_moe(
     return [out.to(torch.bfloat16)]
 
 
+def trtllm_fp4_block_scale_moe(
+    *,
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    n_group: int | None,
+    topk_group: int | None,
+    routed_scaling_factor: float | None,
+    routing_method_type: int,
+    **given: Any,
+) -> list[torch.Tensor]:
+    """As its routing kernels: scores in float32, finished weights in bfloat16."""
+    experts, top_k, method = given["num_experts"], given["top_k"], RoutingMethodType(routing_method_type).name
+    assert routing_logits.dtype in (torch.float32, torch.bfloat16)
+    is_like(routing_logits, routing_logits.dtype, given["hidden_states"].shape[0], experts)
+    assert (routing_bias is not None) == (method == "DeepSeekV3")
+    assert (routed_scaling_factor is not None) == (method == "DeepSeekV3")
+    logits = routing_logits.float()
+    if method.startswith(("Renormalize", "TopK")):
+        best, ids = logits.topk(top_k)
+        weights = best.softmax(-1) if method.startswith("Renormalize") else best.sigmoid()
+    elif routing_bias is None:
+        assert n_group is None
+        weights, ids = (logits.softmax(-1) if method == "Default" else logits.sigmoid()).topk(top_k)
+    else:
+        assert routing_bias.dtype in (torch.float32, torch.bfloat16)
+        selected = _left_groups(logits.sigmoid() + routing_bias.float(), n_group or 1, topk_group or 1)
+        ids = selected.topk(top_k).indices
+        weights = logits.sigmoid().gather(-1, ids) * routed_scaling_factor
+    if method in ("SigmoidRenorm", "DeepSeekV3"):
+        total = weights.sum(-1, keepdim=True) / (routed_scaling_factor or 1.0)
+        weights = weights / total.clamp(min=1e-20)
+    routed = (ids.to(torch.int32), weights.bfloat16())
+    nothing = {"routing_bias": None, "n_group": None, "topk_group": None, "routed_scaling_factor": None}
+    return trtllm_fp4_block_scale_routed_moe(topk_ids=routed, routing_method_type=1, **nothing, **given)
+
+
+def _left_groups(scores: torch.Tensor, groups: int, kept: int) -> torch.Tensor:
+    apart = scores.unflatten(-1, (groups, -1))
+    if groups == 1:
+        return scores
+    assert apart.shape[-1] <= 32
+    best = apart.topk(2).values.sum(-1).topk(kept).indices
+    mask = torch.full_like(apart, float("-inf")).scatter(1, best.unsqueeze(-1).expand(-1, -1, apart.shape[-1]), 0.0)
+    return (apart + mask).flatten(1)
+
+
 def _hidden(hidden: torch.Tensor, scale: torch.Tensor | None, size: int, nvfp4: bool) -> torch.Tensor:
     tokens = hidden.shape[0]
     if scale is None:
@@ -341,6 +389,7 @@ def _ungated(name: str, y: torch.Tensor) -> torch.Tensor:
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     CUTLASS: cutlass_fused_moe,
     TRTLLM: trtllm_fp4_block_scale_routed_moe,
+    TRTLLM_FROM_LOGITS: trtllm_fp4_block_scale_moe,
     FP4_QUANTIZE: fp4_quantize,
     MXFP8_QUANTIZE: mxfp8_quantize,
 }

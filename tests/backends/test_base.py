@@ -72,7 +72,7 @@ def test_experts_args_pass_runtime_scalars_as_operands() -> None:
 def test_plans_fit_their_ops(backend, device: DeviceInfo) -> None:  # type: ignore[no-untyped-def]
     """Wherever a backend is willing, its plan has exactly the arguments that its op takes."""
     for fmt, bias in itertools.product((MXFP4, NVFP4), (False, True)):
-        spec = make_case(fmt, bias=bias, hidden_size=256, intermediate_size=256).spec
+        spec = make_case(fmt, bias=bias, hidden_size=256, intermediate_size=256, global_scale="expert").spec
         if backend.check(spec, device).ok:
             plan = backend.plan(spec, device)
             assert len(plan.args) == len(resolve_op(plan.op)._schema.arguments)

@@ -1,26 +1,32 @@
-"""The ``cpu`` backend against float64, and what it promises about experts that no token is routed to."""
+"""The ``cpu`` backend against float64 on every instruction set that this processor has, and what it promises."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from moe_cases import CLAMPED_SWIGLU, SWIGLU, MoECase, make_case
+from moe_cases import CLAMPED_SWIGLU, EXPERTS_CASES, SWIGLU, MoECase, make_case
 from tolerances import assert_close_per_token
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp4_inductor.backends import base, cpu, get_backend
+from fp4_inductor.backends import get_backend
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
-from fp4_inductor.kernels import cpu_aten
-from fp4_inductor.plan import resolve_op, run_plan
-from fp4_inductor.quant import dequantize
+from fp4_inductor.kernels import cpu_moe
+from fp4_inductor.kernels.cpu_build import ISA_VARIABLE, ISAS, processor_isas
+from fp4_inductor.plan import prepare, resolve_op, run_plan
 from fp4_inductor.spec import RUNTIME, ActivationSpec, GateUpOrder, Operand
 
 CPU = DeviceInfo.parse("cpu")
-NVFP4_BLOCKS_OF_32 = BlockFormat("nvfp4", 32, "e4m3", has_global_scale=True)
+BACKEND = get_backend("cpu")
+STRANGE_FORMATS = {
+    "e4m3-blocks-of-32": BlockFormat("nvfp4", 32, "e4m3", has_global_scale=True),
+    "e4m3-without-global": BlockFormat("nvfp4", 16, "e4m3", has_global_scale=False),
+    "e8m0-blocks-of-64": BlockFormat("mxfp4", 64, "e8m0", has_global_scale=False),
+    "e8m0-with-global": BlockFormat("mxfp4", 32, "e8m0", has_global_scale=True),
+}
 ACTIVATIONS = [
     SWIGLU,
     CLAMPED_SWIGLU,
@@ -34,11 +40,23 @@ ACTIVATIONS = [
     ActivationSpec("silu", limit=0.5, bound="clamp_activated"),
     ActivationSpec("gelu", limit=0.5, up_limit=1.5, bound="softcap"),
     ActivationSpec("relu2", gated=False, limit=0.5),
+    ActivationSpec("silu", gated=False, limit=0.5, bound="softcap"),
 ]
+SWIGLU_ALONE = ActivationSpec("silu", gated=False)
+formats = pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=str)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each instruction set in turn, forced."""
+    if request.param not in processor_isas():
+        pytest.skip(f"this processor has no {request.param}")
+    monkeypatch.setenv(ISA_VARIABLE, request.param)
+    return str(request.param)
 
 
 def run(case: MoECase) -> torch.Tensor:
-    return run_plan(get_backend("cpu").plan(case.spec, CPU), case.operands)
+    return run_plan(BACKEND.plan(case.spec, CPU), case.operands)
 
 
 def check(case: MoECase) -> None:
@@ -47,17 +65,38 @@ def check(case: MoECase) -> None:
     assert_close_per_token(out, case.reference(), case.spec.act_dtype)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 64])
 @pytest.mark.parametrize("act_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=str)
-def test_formats_dtypes_and_token_counts(fmt: BlockFormat, act_dtype: torch.dtype, num_tokens: int) -> None:
-    check(make_case(fmt, act_dtype=act_dtype, num_tokens=num_tokens))
+@formats
+def test_every_token_count_of_an_expert(isa: str, fmt: BlockFormat, act_dtype: torch.dtype) -> None:
+    """Panels of every width, and experts that fill several."""
+    for num_tokens in (0, *range(1, 17), 29, 43):
+        check(make_case(fmt, act_dtype=act_dtype, num_tokens=num_tokens, num_experts=1, top_k=1, seed=num_tokens))
+
+
+@pytest.mark.parametrize("name", EXPERTS_CASES)
+@formats
+def test_every_knob(isa: str, fmt: BlockFormat, name: str) -> None:
+    check(make_case(fmt, **EXPERTS_CASES[name]))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_activations(activation: ActivationSpec, bias: bool) -> None:
-    check(make_case(NVFP4, activation=activation, bias=bias))
+@pytest.mark.parametrize("act_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_activations(isa: str, activation: ActivationSpec, act_dtype: torch.dtype) -> None:
+    for amplitude in (0.05, 1.0, 12.0):
+        check(make_case(MXFP4, activation=activation, act_dtype=act_dtype, bias=True, amplitude=amplitude))
+
+
+def test_small_and_large_activations(isa: str) -> None:
+    case = make_case(MXFP4, act_dtype=torch.float32, num_tokens=40)
+    case.operands[Operand.HIDDEN].mul_(torch.logspace(-9, 6, 40).unsqueeze(-1))
+    out, expected = run(case).double(), case.reference()
+    error = (out - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < 3e-5
+
+
+@pytest.mark.parametrize("fmt", STRANGE_FORMATS.values(), ids=list(STRANGE_FORMATS))
+def test_other_blocks_and_globals(fmt: BlockFormat) -> None:
+    check(make_case(fmt, hidden_size=192, intermediate_size=128, num_tokens=20))
 
 
 @pytest.mark.parametrize("w13_order", GateUpOrder, ids=str)
@@ -66,14 +105,23 @@ def test_orders_and_global_scales(w13_order: GateUpOrder, global_scale: Any) -> 
     check(make_case(NVFP4, w13_order=w13_order, global_scale=global_scale, bias=True))
 
 
-@pytest.mark.parametrize("fmt", [MXFP4, NVFP4_BLOCKS_OF_32], ids=["mxfp4", "e4m3-blocks-of-32"])
-@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32], ids=str)
-def test_routing_dtypes(fmt: BlockFormat, weights_dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
-    check(make_case(fmt, weights_dtype=weights_dtype, ids_dtype=ids_dtype, out_dtype=torch.float32))
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16], ids=str)
+def test_routing_and_output_dtypes(weights_dtype: torch.dtype, ids_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    check(make_case(MXFP4, weights_dtype=weights_dtype, ids_dtype=ids_dtype, out_dtype=out_dtype))
 
 
-def test_ids_outside_the_experts_contribute_nothing() -> None:
+def test_inputs_that_are_not_contiguous() -> None:
+    case = make_case(MXFP4, num_tokens=9)
+    expected = run(case)
+    for operand in (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS):
+        tensor = case.operands[operand]
+        case.operands[operand] = torch.stack((tensor, tensor), dim=-1)[..., 1]
+    assert torch.equal(run(case), expected)
+
+
+def test_ids_outside_the_experts_contribute_nothing(isa: str) -> None:
     case = make_case(MXFP4, num_tokens=40, outside_ids=True)
     check(case)
     assert not run(case)[0].any()
@@ -85,25 +133,70 @@ def test_an_expert_chosen_twice_by_one_token_counts_twice() -> None:
     check(case)
 
 
-@pytest.mark.parametrize("intermediate_size", [32, 1056])
-def test_rows_that_do_not_fill_the_last_chunk(intermediate_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_aten, "CHUNK_WEIGHTS", 7 * 128)
-    check(make_case(MXFP4, intermediate_size=intermediate_size, num_tokens=3))
+@formats
+def test_tokens_that_take_turns(fmt: BlockFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(fmt, num_tokens=50, outside_ids=True)
+    monkeypatch.setattr(cpu_moe, "_MAX_SLOTS", 14)
+    check(case)
 
 
-def test_the_result_is_bitwise_repeatable_and_independent_of_threads() -> None:
-    case = make_case(NVFP4, num_tokens=50, num_experts=8, top_k=4)
+def test_memory_is_no_more_than_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states and h by slot, and float32 sums by token, of as many as are held at once."""
+    case = make_case(MXFP4, num_tokens=50)
+    plan = BACKEND.plan(case.spec, CPU)
+    prepared = prepare(plan, case.operands)
+    made: list[int] = []
+    new_empty = torch.Tensor.new_empty
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = new_empty(*args, **kwargs)
+        made.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", counted)
+    monkeypatch.setenv(ISA_VARIABLE, "portable")
+    for max_slots, tokens in ((1 << 14, 50), (20, 10)):
+        monkeypatch.setattr(cpu_moe, "_MAX_SLOTS", max_slots)
+        made.clear()
+        run_plan(plan, case.operands, prepared)
+        spec = case.spec
+        a_token = spec.top_k * (spec.hidden_size + spec.intermediate_size) * 4 + spec.hidden_size * 4
+        assert made == [50 * spec.hidden_size * 2, tokens * a_token]
+
+
+@formats
+def test_the_result_is_bitwise_repeatable_and_independent_of_threads(isa: str, fmt: BlockFormat) -> None:
+    case = make_case(fmt, num_tokens=50, num_experts=8, top_k=4)
     threads, first = torch.get_num_threads(), run(case)
     try:
-        for count in (1, 2, 3):
+        for count in (1, 2, 3, 7):
             torch.set_num_threads(count)
             assert torch.equal(run(case), first)
     finally:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=str)
-def test_bytes_of_experts_without_tokens_are_never_read(fmt: BlockFormat) -> None:
+def test_several_python_threads() -> None:
+    cases = [make_case(fmt, num_tokens=count, seed=count) for fmt in (MXFP4, NVFP4) for count in (1, 5, 40)]
+    expected = [run(case) for case in cases]
+    wrong: list[int] = []
+
+    def work(first: int) -> None:
+        for turn in range(30):
+            index = (first + turn) % len(cases)
+            if not torch.equal(run(cases[index]), expected[index]):
+                wrong.append(index)
+
+    workers = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+@formats
+def test_bytes_of_experts_without_tokens_are_never_read(isa: str, fmt: BlockFormat) -> None:
     case = make_case(fmt, num_tokens=3, num_experts=16)
     expected = run(case)
     idle = torch.ones(16, dtype=torch.bool)
@@ -117,53 +210,82 @@ def test_bytes_of_experts_without_tokens_are_never_read(fmt: BlockFormat) -> Non
     assert run(case).isnan().all(), "the poison would not have shown"
 
 
-class LargestNewTensor(TorchDispatchMode):
-    """Records the bytes of the largest tensor that an operator returns in memory that was not there before."""
-
-    def __init__(self, given: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in self.given:
-            self.num_bytes = max(self.num_bytes, out.untyped_storage().nbytes())
-        return out
-
-
-def test_no_expert_is_ever_held_dequantised() -> None:
-    case = make_case(MXFP4, num_tokens=5, num_experts=2, top_k=1, hidden_size=2048, intermediate_size=1024)
-    args = [
-        case.operands[arg] if isinstance(arg, Operand) else arg for arg in get_backend("cpu").plan(case.spec, CPU).args
-    ]
-    with LargestNewTensor(case.operands.values()) as largest:
-        out = cpu._moe(base._decode(*args))  # the kernel itself: a mode sees an op as one piece
-    assert_close_per_token(out, case.reference(), torch.bfloat16)
-    one_expert = case.spec.w13_rows * case.spec.hidden_size * 2
-    chunk = cpu_aten.CHUNK_WEIGHTS * 4
-    assert chunk // 2 <= largest.num_bytes <= chunk < one_expert
-
-
-def test_every_byte_and_every_scale_decodes_exactly() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
-    e8m0 = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 16)
-    e4m3 = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 32).view(torch.float8_e4m3fn)
-    for scale, block in ((e8m0[1:253], 32), (e4m3, 16)):
-        rows = len(scale)
-        fmt = MXFP4 if block == 32 else NVFP4
-        exact = dequantize(codes[:rows], scale, None, fmt, torch.float64)
-        for dtype in (torch.bfloat16, torch.float32):
-            torch.testing.assert_close(
-                cpu_aten.decode_rows(codes[:rows], scale, dtype).double(), exact, rtol=0, atol=0, equal_nan=True
-            )
+def weight_of_one_expert(codes: torch.Tensor, scale: torch.Tensor, fmt: BlockFormat) -> MoECase:
+    """A block that gives back its w13: hidden states are unit vectors and their negatives, w2 is the identity."""
+    rows, columns = codes.shape[0], codes.shape[1] * 2
+    size = max(rows, columns)
+    case = make_case(
+        fmt,
+        num_tokens=2 * size,
+        num_experts=1,
+        top_k=1,
+        hidden_size=size,
+        intermediate_size=size,
+        activation=ActivationSpec("relu", gated=False),
+        global_scale="tensor",
+    )
+    one = 127 if fmt is MXFP4 else 0x38
+    unit = torch.eye(size)
+    given = dict.fromkeys((Operand.W13, Operand.W2, Operand.W13_SCALE, Operand.W2_SCALE))
+    for operand in given:
+        case.operands[operand].view(torch.uint8).zero_()
+    case.operands[Operand.W13][0, :rows, : columns // 2] = codes
+    case.operands[Operand.W13_SCALE].view(torch.uint8)[0, :rows, : scale.shape[1]] = scale
+    case.operands[Operand.W2_SCALE].view(torch.uint8).fill_(one)
+    nibble = unit.to(torch.uint8) * 2  # the code of 1.0
+    case.operands[Operand.W2][0] = nibble[:, ::2] | nibble[:, 1::2] << 4
+    for operand in (Operand.W13_GLOBAL, Operand.W2_GLOBAL):
+        if operand in case.operands:
+            case.operands[operand].fill_(1.0)
+    case.operands[Operand.HIDDEN].copy_(torch.cat((unit, -unit)))
+    case.operands[Operand.TOPK_WEIGHTS].fill_(1.0)
+    return case
 
 
 @pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=str)
-def test_opcheck(fmt: BlockFormat) -> None:
+def test_every_code_and_every_scale_is_exact(isa: str, fmt: BlockFormat) -> None:
+    """All weights from 2**-125 to the largest of bfloat16: two products by one, and sums with zeros, round nothing."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)[:, : 512 // 2]
+    last = 224 if isa == "avx2" else 253  # there, the sums of a block are 2**25 times as large
+    first, last = (3, last) if fmt is MXFP4 else (0, 256)
+    bits = torch.arange(256, dtype=torch.uint8).clamp(first, last - 1)
+    case = weight_of_one_expert(codes, bits[:, None].repeat(1, 512 // fmt.block_size), fmt)
+    spec = replace(case.spec, out_dtype=torch.float32)
+    out = run_plan(BACKEND.plan(spec, CPU), case.operands)
+    positive, negative = out.tensor_split(2)
+    factor = torch.exp2(bits.double() - 127) if fmt is MXFP4 else bits.view(fmt.scale_dtype).double()
+    values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    values = torch.cat((values, -values))
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    exact = values[nibbles.int()] * factor[:, None]
+    finite = ~factor.isnan()
+    got = (positive.double() - negative.double()).T[:256]
+    assert torch.equal(got[finite], exact[finite])
+
+
+@formats
+def test_a_scale_that_is_nan_shows_in_every_token(isa: str, fmt: BlockFormat) -> None:
+    one, nan = (127, 255) if fmt is MXFP4 else (0x38, 0xFF)
+    codes = torch.full((64, 32), 0x22, dtype=torch.uint8)
+    scale = torch.full((64, 64 // fmt.block_size), one, dtype=torch.uint8)
+    case = weight_of_one_expert(codes, scale, fmt)
+    case = MoECase(replace(case.spec, activation=SWIGLU_ALONE), case.operands)
+    assert run(case).isfinite().all()
+    case.operands[Operand.W13_SCALE].view(torch.uint8)[0, 5, 1] = nan
+    assert run(case).isnan().all(), "NaN times zero is NaN"
+
+
+@formats
+def test_the_op(fmt: BlockFormat) -> None:
     case = make_case(fmt, bias=True, activation=CLAMPED_SWIGLU)
-    plan = get_backend("cpu").plan(case.spec, CPU)
-    args = tuple(case.operands[arg] if isinstance(arg, Operand) else arg for arg in plan.args)
-    # The schema test compares inputs by allclose, which float8 tensors do not have.
-    tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    torch.library.opcheck(resolve_op(plan.op), args, test_utils=["test_schema", *tests] if fmt is MXFP4 else tests)
+    plan = BACKEND.plan(case.spec, CPU)
+    prepared = prepare(plan, case.operands)
+    args = tuple(
+        case.operands[arg] if isinstance(arg, Operand) else prepared.get(getattr(arg, "name", ""), arg)
+        for arg in plan.args
+    )
+    torch.library.opcheck(
+        resolve_op(plan.op),
+        args,
+        test_utils=["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"],
+    )

@@ -22,7 +22,8 @@ from fp4_inductor.formats import MXFP4, NVFP4
 from fp4_inductor.layouts.exactness import InexactWeightsError
 from fp4_inductor.layouts.gate_up import join_gate_up, row_order
 from fp4_inductor.plan import run_plan
-from fp4_inductor.spec import RUNTIME, ActivationSpec, GateUpOrder, Operand
+from fp4_inductor.reasons import ReasonCode
+from fp4_inductor.spec import RUNTIME, ActivationSpec, GateUpOrder, GlobalGrain, Operand
 
 LIBRARIES = (("flashinfer-python", "0.7.2.post1"),)
 STEP = ActivationSpec("silu", limit=0.4, bound="clamp_activated")
@@ -154,7 +155,7 @@ def test_no_tokens(mode: str, calls: list[str]) -> None:
 def with_gate_and_up(made: MoECase, gate: torch.Tensor, up: torch.Tensor) -> MoECase:
     size = made.spec.intermediate_size
     rows = join_gate_up(gate.expand(-1, size), up.expand(-1, size), row_order(made.spec.w13_order))
-    return MoECase(made.spec, {**made.operands, Operand.W13_GLOBAL: rows})
+    return MoECase(replace(made.spec, w13_global=GlobalGrain.HALF), {**made.operands, Operand.W13_GLOBAL: rows})
 
 
 @pytest.mark.parametrize("mode", NVFP4_MODES)
@@ -169,19 +170,51 @@ def test_unequal_globals_with_biases() -> None:
     made = case("trtllm-nvfp4", bias=True)
     factor = made.operands[Operand.W13_GLOBAL]
     check("trtllm-nvfp4", with_gate_and_up(made, factor, factor * 1.7))
-    made = case("cutlass-nvfp4", bias=True)
-    with pytest.raises(InexactWeightsError, match="one global scale for gate and up"):
-        run("cutlass-nvfp4", with_gate_and_up(made, factor, factor * 1.7))
+    made = with_gate_and_up(case("cutlass-nvfp4", bias=True), factor, factor * 1.7)
+    refuses("cutlass-nvfp4", made, "one global scale for gate and up of an expert, for swiglu with biases")
+
+
+def refuses(mode: str, made: MoECase, need: str) -> None:
+    """It does before it has seen a weight; were it told otherwise, it would when it sees them."""
+    name, arch, *_ = MODES[mode]
+    backend = get_backend(name)
+    found = [reason for reason in backend.check(made.spec, device(arch)).reasons if reason.need == need]
+    assert [reason.code for reason in found] == [ReasonCode.FORMAT]
+    told_otherwise = replace(made.spec, w13_global=GlobalGrain.EXPERT, w2_global=GlobalGrain.EXPERT)
+    with pytest.raises(InexactWeightsError):
+        run(mode, MoECase(told_otherwise, made.operands))
 
 
 @pytest.mark.parametrize("mode", NVFP4_MODES)
 def test_globals_that_no_scalar_holds_are_refused(mode: str) -> None:
-    with pytest.raises(InexactWeightsError, match="one global scale an expert"):
-        run(mode, case(mode, global_scale="row"))
+    by_row = case(mode, global_scale="row")
+    for name in ("w13", "w2"):
+        refuses(mode, by_row, f"one global scale an expert in {name}")
     made = case(mode, activation=CLAMPED_SWIGLU)
     factor = made.operands[Operand.W13_GLOBAL]
-    with pytest.raises(InexactWeightsError, match="one global scale for gate and up"):
-        run(mode, with_gate_and_up(made, factor, factor * 1.7))
+    made = with_gate_and_up(made, factor, factor * 1.7)
+    refuses(mode, made, f"one global scale for gate and up of an expert, for {CLAMPED_SWIGLU}")
+
+
+@pytest.mark.parametrize("mode", NVFP4_MODES)
+@pytest.mark.parametrize("zero", ["all", "gate", "up", "w2"])
+@pytest.mark.parametrize("given", [{}, {"activation": ActivationSpec("silu", beta=0.5)}, {"bias": True}], ids=str)
+def test_globals_of_zero(mode: str, zero: str, given: dict[str, Any]) -> None:
+    """Those of an expert whose weights are all zero."""
+    made = case(mode, idle_expert=False, **given)
+    used = int(made.operands[Operand.TOPK_IDS][0, 0])
+    w13, w2 = made.operands[Operand.W13_GLOBAL].clone(), made.operands[Operand.W2_GLOBAL].clone()
+    gate, up = w13.clone(), w13.clone()
+    for name, factor in (("gate", gate), ("up", up), ("w2", w2)):
+        factor[used] = 0.0 if zero in ("all", name) else factor[used]
+    made = MoECase(made.spec, {**made.operands, Operand.W2_GLOBAL: w2})
+    if zero in ("gate", "up"):
+        made = with_gate_and_up(made, gate, up)
+        if "bias" in given and mode.startswith("cutlass"):
+            return
+    else:
+        made = MoECase(made.spec, {**made.operands, Operand.W13_GLOBAL: gate})
+    check(mode, made)
 
 
 @pytest.mark.parametrize("mode", NVFP4_MODES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,12 @@ from test_flashinfer import STEP, device, exact_in_nvfp4
 from tolerances import assert_close_per_token
 
 from fp4_inductor.backends import flashinfer_cutlass, flashinfer_trtllm, get_backend
+from fp4_inductor.backends.flashinfer_common import Mode
 from fp4_inductor.formats import NVFP4
 from fp4_inductor.plan import run_plan
 from fp4_inductor.spec import GateUpOrder, Operand
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120, 121)
 
 
 @pytest.mark.parametrize("name", ["ActivationType", "RoutingMethodType", "SfLayout"])
@@ -39,7 +43,33 @@ def test_devices_are_theirs(modes: Any, activations: str | None, config: str) ->
     """Those of them that are known here."""
     supported = real(f"fused_moe.{config}").supported
     mode = next(mode for mode in modes if mode.activations == activations)
-    assert {arch for arch in (80, 86, 89, 90, 100, 103, 120, 121) if supported(arch)} == mode.architectures
+    assert {arch for arch in ARCHITECTURES if supported(arch)} == mode.architectures
+
+
+@pytest.mark.parametrize("mode", flashinfer_trtllm.MODES, ids=str)
+def test_devices_and_activations_are_their_runners(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their table of devices is for all formats at once; what lacks one is told by the runner for it."""
+    api, runners = real("fused_moe.api"), real("fused_moe.runners")
+    formats = api.QuantFormat[mode.weights.name.upper()], api.QuantFormat[mode.name.upper()]
+    config = api.MoEConfig(api.RoutingConfig(64, 8), api.QuantConfig(*formats), api.ExpertConfig(1024))
+    runner = object.__new__(runners.TrtllmFp4RoutedRunner)
+    runner.config, runner.device = config, torch.device("cuda")
+    found = set()
+    for arch in ARCHITECTURES:
+        monkeypatch.setattr("flashinfer.utils.get_compute_capability", lambda device, arch=arch: divmod(arch, 10))
+        with contextlib.suppress(NotImplementedError):
+            runner._check_support()
+            found.add(arch)
+    assert found == mode.architectures
+    theirs = {activation.type.name for activation in runner.supported_activation_classes_by_quant[formats]}
+    assert mode.functions == theirs - {"Geglu", "Situ"}, "which GELU it is, nothing says; no graph has SiTU"
+
+
+@pytest.mark.parametrize("mode", flashinfer_cutlass.MODES, ids=str)
+def test_activations_are_those_of_cutlass_runners(mode: Mode) -> None:
+    names = {"bf16": "CutlassW4A16Runner", "mxfp8": "CutlassMxfp8Mxfp4Runner", "nvfp4": "CutlassNvfp4Runner"}
+    theirs = real(f"fused_moe.runners.{names[mode.name]}").supported_activation_classes
+    assert mode.functions == {activation.type.name for activation in theirs} - {"Situ", "Identity"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

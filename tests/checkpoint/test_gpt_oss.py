@@ -83,16 +83,7 @@ def test_logits_are_those_of_transformers(tiny: Path, dtype: torch.dtype) -> Non
 
 
 def test_shards_ties_and_scaled_rotary_embedding(tmp_path: Path) -> None:
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
-        "factor": 4.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 64,
-    }
-    tensors = write_gpt_oss(tmp_path, shards=3, tie_word_embeddings=True, rope_parameters=rope, seed=1)
+    tensors = write_gpt_oss(tmp_path, shards=3, tie_word_embeddings=True, rope_parameters=YARN, seed=1)
     assert "lm_head.weight" not in tensors
     model: Any = load(tmp_path)
     assert_complete(model)
@@ -187,17 +178,30 @@ def spoiled(folder: Path, **changes: torch.Tensor | None) -> None:
 EXPERTS = "model__layers__0__mlp__experts__"
 SCALES = torch.full((4, 64, 3), 120, dtype=torch.uint8)
 NAN_SCALES = SCALES.index_put((torch.tensor(1), torch.tensor(2), torch.tensor(0)), torch.tensor(255, dtype=torch.uint8))
-ONE_BLOCK_LESS = torch.zeros(4, 64, 2, 16, dtype=torch.uint8)
+ONE_BLOCK_LESS: dict[str, torch.Tensor | None] = {
+    EXPERTS + "down_proj_blocks": torch.zeros(4, 64, 2, 16, dtype=torch.uint8),
+    EXPERTS + "down_proj_scales": torch.zeros(4, 64, 2, dtype=torch.uint8),
+}
 REFUSALS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "missing": (
-        {"model__norm__weight": None, EXPERTS + "down_proj_scales": None},
-        r"missing: .*down_proj_block_scale, model\.norm\.weight; unexpected: none",
+        {"model__norm__weight": None, "lm_head__weight": None},
+        r"missing: lm_head\.weight, model\.norm\.weight; unexpected: none",
+    ),
+    "missing scales": ({EXPERTS + "down_proj_scales": None}, r"missing: model\.layers\.0\..*down_proj_scales"),
+    "missing blocks": (
+        {EXPERTS + "down_proj_blocks": None},
+        r"missing: .*experts\.down_proj; unexpected: .*down_proj_scales",
     ),
     "unexpected": ({"model__extra": torch.ones(1)}, r"missing: none; unexpected: model\.extra"),
     "shape": ({"model__norm__weight": torch.ones(65)}, r"of shape \[64\], got torch\.float32 of shape \[65\]"),
-    "expert shape": ({EXPERTS + "down_proj_blocks": ONE_BLOCK_LESS}, "4 experts of 64 x 96"),
-    "bits as numbers": ({EXPERTS + "down_proj_scales": SCALES.view(torch.float8_e8m0fnu)}, "got torch.float8_e8m0fnu"),
-    "nan": ({EXPERTS + "down_proj_scales": NAN_SCALES}, r"1 NaN \(byte 255\)[\s\S]*down_proj_scales"),
+    "dtype": ({"model__norm__weight": torch.ones(64, dtype=torch.uint8)}, r"got torch\.uint8 of shape \[64\]"),
+    "expert shape": (ONE_BLOCK_LESS, "4 experts of 64 x 96"),
+    "block shape": (
+        {EXPERTS + "down_proj_blocks": torch.zeros(4, 64, 2, 16, dtype=torch.uint8)},
+        r"scales \[4, 64, 3\] for codes \[4, 64, 32\], K = 64",
+    ),
+    "scales as numbers": ({EXPERTS + "down_proj_scales": SCALES.float()}, "got torch.float32 scales"),
+    "nan": ({EXPERTS + "down_proj_scales": NAN_SCALES}, r"1 that are NaN \(byte 255\)[\s\S]*down_proj_scales"),
 }
 
 
@@ -214,12 +218,94 @@ def test_ignored_buffers_are_no_error(tmp_path: Path) -> None:
     assert_complete(load(tmp_path))
 
 
-def test_other_layouts_are_named(tmp_path: Path) -> None:
+def test_scales_under_the_name_of_their_format_are_bits(tmp_path: Path) -> None:
+    spoiled(tmp_path, **{EXPERTS + "down_proj_scales": SCALES.view(torch.float8_e8m0fnu)})
+    state = load(tmp_path).state_dict()
+    assert torch.equal(state["model.layers.0.mlp.experts.down_proj_block_scale"], SCALES)
+
+
+def test_checkpoints_without_fp4_are_named(tmp_path: Path) -> None:
     write_tensors(tmp_path, {"a.weight": torch.ones(2), "b.weight": torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"gpt-oss MXFP4 as published[\s\S]*a\.weight, b\.weight"):
         load(tmp_path)
-    write_tensors(tmp_path, {"block.0.mlp.mlp1_weight.blocks": torch.ones(2)})
-    with pytest.raises(CheckpointError, match="OpenAI's own layout"):
+
+
+def in_openais_names(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write the tensors of a gpt-oss checkpoint as OpenAI names and joins them."""
+    renamed: dict[str, torch.Tensor] = {
+        "embedding.weight": tensors["model.embed_tokens.weight"],
+        "unembedding.weight": tensors["lm_head.weight"],
+        "norm.scale": tensors["model.norm.weight"].float(),
+    }
+    for layer in range(2):
+        old, new = f"model.layers.{layer}", f"block.{layer}"
+        for kind in ("weight", "bias"):
+            parts = [tensors[f"{old}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
+            renamed[f"{new}.attn.qkv.{kind}"] = torch.cat(parts)
+            renamed[f"{new}.attn.out.{kind}"] = tensors[f"{old}.self_attn.o_proj.{kind}"]
+            renamed[f"{new}.mlp.gate.{kind}"] = tensors[f"{old}.mlp.router.{kind}"]
+        renamed[f"{new}.attn.sinks"] = tensors[f"{old}.self_attn.sinks"]
+        renamed[f"{new}.attn.norm.scale"] = tensors[f"{old}.input_layernorm.weight"].float()
+        renamed[f"{new}.mlp.norm.scale"] = tensors[f"{old}.post_attention_layernorm.weight"].float()
+        for number, name in ((1, "gate_up_proj"), (2, "down_proj")):
+            for part in ("blocks", "scales"):
+                renamed[f"{new}.mlp.mlp{number}_weight.{part}"] = tensors[f"{old}.mlp.experts.{name}_{part}"]
+            renamed[f"{new}.mlp.mlp{number}_bias"] = tensors[f"{old}.mlp.experts.{name}_bias"]
+    write_tensors(folder, {name: tensor.contiguous() for name, tensor in renamed.items()})
+
+
+OPENAI = {
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "swiglu_limit": 7.0,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 8,
+    "initial_context_length": 64,
+    "rope_theta": 150000.0,
+    "rope_scaling_factor": 4.0,
+    "rope_ntk_alpha": 1.0,
+    "rope_ntk_beta": 32.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_openais_own_files_are_the_same_model(tmp_path: Path) -> None:
+    published, original = tmp_path / "published", tmp_path / "original"
+    published.mkdir()
+    original.mkdir()
+    in_openais_names(original, write_gpt_oss(published, rope_parameters=YARN))
+    (original / "config.json").write_text(json.dumps(OPENAI))
+    model, reference = load(original), load(published)
+    for (name, tensor), (other, expected) in zip(
+        model.state_dict().items(), reference.state_dict().items(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(tensor, expected), name
+    assert torch.equal(model.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
+    assert_same_logits(model, reference)
+
+
+def test_openais_files_need_openais_config(tmp_path: Path) -> None:
+    in_openais_names(tmp_path, write_gpt_oss(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"head_dim": 16, "num_attention_heads": 4}))
+    with pytest.raises(CheckpointError, match="num_key_value_heads"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**OPENAI, "num_key_value_heads": 4}))
+    with pytest.raises(CheckpointError, match="needed 192 rows, got 128"):
         load(tmp_path)
 
 

@@ -22,10 +22,12 @@ from fp4_inductor.select import Selection, select
 from fp4_inductor.spec import ActivationSpec, GateUpOrder, MoESpec, Operand, RouterSpec, Scoring
 
 PATH = Path(__file__).parents[2] / "DECISIONS.md"
-LIBRARIES = (("triton", "3.6.0"), ("flashinfer-python", "0.7.2.post1"))
+LIBRARIES = (("triton", "3.6.0"), ("flashinfer-python", "0.7.2.post1"), ("c++", "g++"))
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "cpu")
 DEVICES = {name: replace(DeviceInfo.parse(name), libraries=LIBRARIES) for name in ARCHITECTURES}
 """Every known device, as it would be with every kernel library installed."""
+ALLOWED = {MXFP4: ("mxfp8",), NVFP4: ("nvfp4",)}
+"""Formats of activations that some kernel multiplies weights of a format with."""
 
 SWIGLU = ActivationSpec("silu")
 _DEEPSEEK_V3 = RouterSpec(Scoring.SIGMOID, has_bias=True, renormalize=True, renormalize_eps=1e-20, scaling_factor=2.5)
@@ -127,8 +129,13 @@ library installed ({libraries}), and why the others do not.
 of the model and the libraries at hand.
 
 """
+_ROUNDED_HEAD = """
+Where `options={"fp4moe.activation_format": ...}` lets kernels round activations to that format, with less accuracy
+than the model as written, these run:
+
+"""
 _LEGEND = """
-Below, a row for each device:
+Below, with default options again, a row for each device:
 
 - *Call*: the op, and the layout and padding of the weights that are prepared for it, ahead of time.
 - *Bytes*: codes and block scales in the checkpoint → all weights that the kernel has, with global scales, biases and
@@ -144,8 +151,8 @@ Row: TypeAlias = "tuple[str, ...]"
 """The cells of a block on a device."""
 
 
-def decide(block: Block, device: DeviceInfo) -> Selection:
-    return select(block.spec, device, Options())
+def decide(block: Block, device: DeviceInfo, options: Options | None = None) -> Selection:
+    return select(block.spec, device, options or Options())
 
 
 def row(block: Block, arch: str) -> Row:
@@ -189,6 +196,13 @@ def weights(spec: MoESpec) -> dict[Operand, torch.Tensor]:
     return found
 
 
+def rounded_row(block: Block, allowed: str) -> Row:
+    """What runs ``block`` on each device where activations may become ``allowed``."""
+    options = Options(activation_format=allowed)
+    chosen = (decide(block, DEVICES[arch], options).chosen for arch in ARCHITECTURES)
+    return (block.name, f"{block.spec.weight_format} × {allowed}", *(name or NOTHING for name in chosen))
+
+
 def read(path: Path = PATH) -> dict[str, list[Row]]:
     """The rows on the page, of each block."""
     found: dict[str, list[Row]] = {}
@@ -207,7 +221,11 @@ def render() -> str:
     rows = {name: [row(block, arch) for arch in ARCHITECTURES] for name, block in BLOCKS.items()}
     overview = [(name, str(BLOCKS[name].spec.weight_format), *(cells[1] for cells in rows[name])) for name in BLOCKS]
     libraries = " and ".join(f"{name} {version}" for name, version in LIBRARIES)
-    lines = [*_table(("Block", "Weights", *ARCHITECTURES), overview), _LEGEND.rstrip("\n")]
+    rounded = [
+        rounded_row(block, allowed) for block in BLOCKS.values() for allowed in ALLOWED[block.spec.weight_format]
+    ]
+    lines = [*_table(("Block", "Weights", *ARCHITECTURES), overview), _ROUNDED_HEAD.rstrip("\n"), ""]
+    lines += [*_table(("Block", "Weights × activations", *ARCHITECTURES), rounded), _LEGEND.rstrip("\n")]
     for name, block in BLOCKS.items():
         lines += ["", f"## {name}", "", f"`{block.spec}`", "", *_table(_COLUMNS, rows[name])]
     return _HEAD.format(libraries=libraries) + "\n".join(lines) + "\n"

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decision_table import ARCHITECTURES, BLOCKS, DEVICES, PATH, Block, decide, read, render, row
+from decision_table import ALLOWED, ARCHITECTURES, BLOCKS, DEVICES, PATH, Block, decide, read, render, row
 from family_models import FAMILIES, build, missing
 from models import token_ids
 from torch import nn
 
-from fp4_inductor import explain, list_backends, quantize_
+from fp4_inductor import Options, explain, list_backends, quantize_
 from fp4_inductor.spec import MoESpec, TokenRange
 
 PAGE = read()
@@ -36,6 +36,34 @@ def test_runs_on_every_device_and_each_refusal_is_told_in_full(block: Block) -> 
         assert tuple(verdict.backend for verdict in selection.verdicts) == list_backends()
         for verdict in selection.verdicts:
             assert all(r.need and r.got and r.hint for r in verdict.reasons), verdict
+
+
+@blocks
+def test_kernels_round_activations_only_where_they_may(block: Block) -> None:
+    for device in DEVICES.values():
+        plan = decide(block, device).plan
+        assert plan is not None
+        assert plan.activations is None
+        for allowed in ALLOWED[block.spec.weight_format]:
+            plan = decide(block, device, Options(activation_format=allowed)).plan
+            assert plan is not None
+            assert plan.activations in (None, allowed)
+
+
+def test_flashinfer_is_chosen_by_device() -> None:
+    """TRTLLM's kernels run on the devices that they are generated for, others where they are named."""
+    gpt_oss, deepseek = BLOCKS["gpt-oss-120b"], BLOCKS["DeepSeek-V3"]
+    assert {
+        arch: decide(gpt_oss, DEVICES[arch]).chosen for arch in ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120")
+    } == {
+        **dict.fromkeys(("sm_80", "sm_90", "sm_103", "sm_120"), "triton_w4a16"),
+        "sm_100": "flashinfer_trtllm",
+    }
+    rounded = Options(activation_format="nvfp4")
+    assert {arch: decide(deepseek, DEVICES[arch], rounded).chosen for arch in ("sm_90", "sm_100", "sm_103")} == {
+        "sm_90": "triton_w4a16",
+        **dict.fromkeys(("sm_100", "sm_103"), "flashinfer_trtllm"),
+    }
 
 
 @pytest.mark.parametrize("family", sorted({block.family for block in BLOCKS.values()}))

@@ -43,6 +43,12 @@ LOCAL = 16
 RELATIVES = {86: 80, 89: 80, 103: 100, 121: 120}
 """Devices for which Triton takes the same way as for another; of these only the largest kernels are built."""
 
+DEPENDENCIES = {
+    "gate_up_decode_kernel": ["wait", "launch_dependents"],
+    "down_decode_kernel": ["wait", "wait", "launch_dependents"],
+}
+"""How a kernel for few tokens waits for the one before it and lets the next one start, in the order of its code."""
+
 GPT_OSS = MoESpec(128, 4, 2880, 2880, MXFP4, CLAMPED_SWIGLU, has_w13_bias=True, has_w2_bias=True)
 RAGGED = dataclasses.replace(GPT_OSS, num_experts=8, top_k=2, hidden_size=160, intermediate_size=96)
 QWEN3 = MoESpec(128, 8, 2048, 768, MXFP4, ActivationSpec("silu"))
@@ -63,6 +69,10 @@ def is_gemm(compilation: Compilation) -> bool:
 
 def is_hopper(compilation: Compilation) -> bool:
     return "hopper" in compilation.name
+
+
+def serves_few_tokens(compilation: Compilation) -> bool:
+    return "decode" in compilation.name
 
 
 def cut(compilation: Compilation) -> tuple[object, ...]:
@@ -92,10 +102,13 @@ def gemms(arch: int, fmt: BlockFormat, dtype: torch.dtype) -> list[Compilation]:
         for new in launches(spec, arch, POWERS).values():
             for compilation in filter(is_gemm, new):
                 shares = compilation.constants["SPLIT_K"] != 1
-                # A ragged one has masks besides; it is built for the first row only.
-                ragged = spec.hidden_size == RAGGED.hidden_size
-                key = (compilation.name, "ragged") if ragged else (*cut(compilation), shares)
-                found.setdefault(key, compilation)
+                if spec.hidden_size != RAGGED.hidden_size:
+                    found.setdefault((*cut(compilation), shares), compilation)
+                    continue
+                # A ragged one has masks besides; it is built for the largest block only.
+                other = found.setdefault((compilation.name, "ragged"), compilation)
+                if compilation.constants["BLOCK_M"] > other.constants["BLOCK_M"]:
+                    found[compilation.name, "ragged"] = compilation
     return list(found.values())
 
 
@@ -114,6 +127,9 @@ def assert_fits(compilation: Compilation, directory: Path) -> Resources:
         assert "mma" in built.asm["ptx"], f"the product must run on the matrix units: {where}"
     if is_hopper(compilation):
         assert_products_overlap(directory / "kernel.cubin", where)
+    if compilation.target.arch == 90 and compilation.name in ("gate_up_kernel", "down_kernel"):
+        waits = re.findall(r"warp_group_dot_wait .*pendings = (\d+)", built.asm["ttgir"])
+        assert set(waits) == {"0"}, f"a product still running would read weights that the next step writes: {where}"
     return used
 
 
@@ -137,21 +153,25 @@ def test_every_row_of_the_table_fits_its_device(arch: int, fmt: BlockFormat, tmp
         assert_fits(compilation, tmp_path)
 
 
+def largest(arch: int, fmt: BlockFormat, dtype: torch.dtype) -> list[Compilation]:
+    """Both GEMMs of the row that takes the most shared memory, alone on a block and without masks."""
+    row = cuts_of(max((config for config in configs(arch) if not config.hopper), key=shared_memory))
+    return [
+        c for c in gemms(arch, fmt, dtype) if cut(c) in row and c.constants["SPLIT_K"] == 1 and c.constants["WHOLE"]
+    ]
+
+
 @pytest.mark.parametrize("arch", RELATIVES)
 def test_the_largest_fit_relatives(arch: int, tmp_path: Path) -> None:
     assert configs(arch) == configs(RELATIVES[arch])
-    largest = cuts_of(max(configs(arch), key=shared_memory))
-    for compilation in gemms(arch, NVFP4, torch.bfloat16):
-        if cut(compilation) in largest and compilation.constants["SPLIT_K"] == 1:
-            assert_fits(compilation, tmp_path)
+    for compilation in largest(arch, NVFP4, torch.bfloat16):
+        assert_fits(compilation, tmp_path)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_float16_fits(arch: int, tmp_path: Path) -> None:
-    largest = cuts_of(max((config for config in configs(arch) if not config.hopper), key=shared_memory))
-    for compilation in gemms(arch, MXFP4, torch.float16):
-        if cut(compilation) in largest and compilation.constants["SPLIT_K"] == 1:
-            assert_fits(compilation, tmp_path)
+    for compilation in largest(arch, MXFP4, torch.float16):
+        assert_fits(compilation, tmp_path)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -160,22 +180,29 @@ def test_what_sorts_and_combines_fits(arch: int, tmp_path: Path) -> None:
     smallest = min(map(shared_memory, configs(arch)))
     for new in launches(DEEPSEEK, arch, POWERS).values():
         for compilation in new:
-            if not is_gemm(compilation):
+            if not is_gemm(compilation) and not serves_few_tokens(compilation):
                 assert assert_fits(compilation, tmp_path).shared <= smallest
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_what_serves_few_tokens_fits(arch: int, fmt: BlockFormat, tmp_path: Path) -> None:
-    """Whatever numbers of tokens it serves; its choice looks at the device's family, so every family is asked."""
+    """Whatever numbers of tokens it serves; its choice looks at the device's family, so every family is asked.
+
+    Two programs fit a multiprocessor, and one what ``check`` asks for; the first wait stands before the first trigger.
+    """
+    limit = min(SHARED_MEMORY[arch] // 2, max(map(shared_memory, configs(arch))))
     found: dict[tuple[object, ...], Compilation] = {}
     for spec in (GPT_OSS, RAGGED, DEEPSEEK):
         for new in launches(dataclasses.replace(spec, weight_format=fmt), arch, range(1, 65)).values():
             for compilation in new:
-                if "decode" in compilation.name:
+                if serves_few_tokens(compilation):
                     found.setdefault((compilation.name, *sorted(compilation.constants.items())), compilation)
     for compilation in found.values():
-        assert_fits(compilation, tmp_path)
+        assert assert_fits(compilation, tmp_path).shared <= limit
+        ptx = compilation.build().asm["ptx"]
+        assert "mma.sync" in ptx
+        assert re.findall(r"griddepcontrol\.(\w+)", ptx) == DEPENDENCIES[compilation.name]
 
 
 @pytest.mark.parametrize("arch", FAMILIES)

@@ -11,11 +11,11 @@ FLOORS = (
     (1, "numbers", ("quant", "reference", "plan", "random_layer", "timing", "autotune", "layouts", "kernels")),
     (2, "backends", ("backends",)),
     (2, "recognition", ("matching", "patterns")),
-    (3, "stages", ("select", "tuned_plan", "emit", "host_memory", "fold", "report", "verify", "probe")),
+    (3, "stages", ("select", "tuned_plan", "emit", "host_memory", "fold", "compile_ahead", "report", "verify", "probe")),
     (4, "way", ("lowering_pass",)),
     (5, "doors", ("dynamo_backend", "post_grad_pass", "_explain", "modules", "quantize", "checkpoint", "bench")),
     (5, "doors", ("experts_interface", "graph_breaks", "input_names")),
-    (5, "doors", ("doctor", "__main__", "")),
+    (5, "doors", ("doctor", "doctor_tools", "__main__", "")),
 )
 MODULES = modules()
 

@@ -17,7 +17,7 @@ from fp4_inductor.formats import ACTIVATION_FORMATS, MXFP4, NVFP4, BlockFormat
 from fp4_inductor.plan import resolve_op, run_plan
 from fp4_inductor.reasons import Reason, Verdict
 
-LIBRARIES = (("triton", "3.6.0"), ("flashinfer-python", "0.7.1"))
+LIBRARIES = (("triton", "3.6.0"), ("flashinfer-python", "0.7.1"), ("c++", "g++"))
 ARCHITECTURES = ("cpu", "sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 DEVICES = [replace(DeviceInfo.parse(name), libraries=LIBRARIES) for name in ARCHITECTURES]
 """Every known device as it would be with every kernel library installed."""
@@ -32,7 +32,7 @@ def test_answers_for_every_device(backend: KernelBackend, fmt: BlockFormat) -> N
     """Each format runs on some device, where the user allows any activations."""
     assert isinstance(backend, KernelBackend)
     willing = []
-    plain = make_case(fmt, hidden_size=256, intermediate_size=256).spec
+    plain = make_case(fmt, hidden_size=256, intermediate_size=256, global_scale="expert").spec
     for device, allowed in product(DEVICES, (None, *ACTIVATION_FORMATS)):
         spec = replace(plain, activation_format=allowed)
         verdict = backend.check(spec, device)
@@ -48,7 +48,7 @@ def test_answers_for_every_device(backend: KernelBackend, fmt: BlockFormat) -> N
 @formats
 def test_the_op_and_its_fake_agree_with_the_plan(backend: KernelBackend, fmt: BlockFormat) -> None:
     """The whole plan, re-layouts included, runs on fake tensors: shapes and dtypes alone decide it."""
-    case = make_case(fmt, hidden_size=256, intermediate_size=256, num_tokens=3, bias=False)
+    case = make_case(fmt, hidden_size=256, intermediate_size=256, num_tokens=3, global_scale="expert")
     for device, allowed in product(DEVICES, (None, *ACTIVATION_FORMATS)):
         spec = replace(case.spec, activation_format=allowed)
         if not backend.check(spec, device).ok:

@@ -1,0 +1,273 @@
+// A mixture-of-experts block on packed FP4 weights: every byte of a routed expert is read once a call (or once in
+// max_tokens tokens), and no byte of another.
+//
+// Slots, the (token, expert) pairs, are sorted by expert and cut into panels of up to Lanes::kMaxTokens slots of one
+// expert, whose activations stand step by step: [columns / 8][steps][slots]. Threads first gather the hidden states
+// into panels, then share the rows of w13 and write h into panels of the same slots, then share the rows of w2. A
+// thread owns the output rows that it computes, and adds experts in their order: results depend on no thread count.
+#include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "activation.h"
+#include "product.h"
+
+namespace {
+
+using Input = Lanes::Input;
+constexpr bool kPairs = sizeof(Input) / Lanes::kSteps == 1;  // of bfloat16, in place of float32
+constexpr int64_t kGroupBytes = 1 << 17;  // of an expert that a thread reads in one go, if there is work for all
+constexpr int kSharesPerThread = 16;
+
+struct Weight {
+  const uint8_t* codes;   // [E, N / 16, K / 8, 16, 4]
+  const uint8_t* scales;  // [E, N / 16, K / block, 16]
+  const float* factors;   // [E, N] or null
+  const float* bias;      // [E, N] or null
+};
+
+}  // namespace
+
+extern "C" struct Call {
+  Weight w13;               // rows of gate and up in turn, sixteen each, where it is gated
+  Weight w2;
+  const void* hidden;       // [T, H]
+  const int64_t* ids;       // [T, k]; others than experts count for nothing
+  const float* weights;     // [T, k]
+  void* out;                // [T, H]
+  void* scratch;            // scratch_bytes()
+  int64_t num_tokens, max_tokens, top_k, num_experts, hidden_size, intermediate_size;
+  int32_t scale_kind, hidden_is_bfloat16, out_is_bfloat16, num_threads;
+  Activation activation;
+};
+
+namespace {
+
+using Multiply = void (*)(const uint8_t*, const uint8_t*, const Input*, int64_t, float*);
+
+template <ScaleKind kind, int... tokens>
+constexpr std::array<Multiply, sizeof...(tokens)> products(std::integer_sequence<int, tokens...>) {
+  return {multiply<kind, tokens + 1>...};
+}
+
+template <ScaleKind kind>
+constexpr auto kProducts = products<kind>(std::make_integer_sequence<int, Lanes::kMaxTokens>());
+
+// Where one weight's rows stand, and how they are multiplied.
+class Matrix {
+ public:
+  Matrix(const Weight& weight, int64_t rows, int64_t columns, ScaleKind kind)
+      : weight_(weight), rows_(rows), columns_(columns), scale_columns_(columns / block_columns(kind)),
+        products_(kind == ScaleKind::kE8m0 ? kProducts<ScaleKind::kE8m0>.data() : kProducts<ScaleKind::kE4m3>.data()) {}
+
+  // Sixteen rows of an expert by a panel, with row factors and biases: out [slots][16].
+  void multiply_block(int64_t expert, int64_t block, const Input* panel, int64_t slots, float* out) const {
+    const int64_t row = expert * rows_ + block * kRows;
+    products_[slots - 1](weight_.codes + row * columns_ / 2, weight_.scales + row * scale_columns_, panel, columns_, out);
+    if (!weight_.factors && !weight_.bias) return;
+    for (int64_t slot = 0; slot < slots; ++slot, out += kRows) {
+      if (weight_.factors)
+        for (int i = 0; i < kRows; ++i) out[i] *= weight_.factors[row + i];
+      if (weight_.bias)
+        for (int i = 0; i < kRows; ++i) out[i] += weight_.bias[row + i];
+    }
+  }
+
+  int64_t columns() const { return columns_; }
+
+ private:
+  Weight weight_;
+  int64_t rows_, columns_, scale_columns_;
+  const Multiply* products_;
+};
+
+struct Panel {
+  int64_t expert, first, slots;  // first of the sorted slots
+};
+
+struct Routes {
+  std::vector<int64_t> slots;            // sorted by expert, and by token where it is the same
+  std::vector<Panel> panels;
+  std::vector<int64_t> expert_panels;    // where each routed expert's panels begin, and the end
+};
+
+Routes sort_slots(const int64_t* ids, int64_t num_slots, int64_t num_experts) {
+  std::vector<int64_t> end(num_experts + 1, 0);
+  auto known = [&](int64_t id) { return id >= 0 && id < num_experts; };
+  for (int64_t i = 0; i < num_slots; ++i)
+    if (known(ids[i])) ++end[ids[i] + 1];
+  for (int64_t expert = 0; expert < num_experts; ++expert) end[expert + 1] += end[expert];
+  Routes routes;
+  routes.slots.resize(end[num_experts]);
+  for (int64_t i = 0; i < num_slots; ++i)
+    if (known(ids[i])) routes.slots[end[ids[i]]++] = i;
+  int64_t first = 0;
+  for (int64_t expert = 0; expert < num_experts; first = end[expert++]) {
+    const int64_t count = end[expert] - first;
+    if (!count) continue;
+    routes.expert_panels.push_back(static_cast<int64_t>(routes.panels.size()));
+    const int64_t parts = (count + Lanes::kMaxTokens - 1) / Lanes::kMaxTokens;
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t begin = count * part / parts;
+      routes.panels.push_back({expert, first + begin, count * (part + 1) / parts - begin});
+    }
+  }
+  routes.expert_panels.push_back(static_cast<int64_t>(routes.panels.size()));
+  return routes;
+}
+
+// Where a column's activation stands among the inputs of its slot: pairs in order, floats as nibbles in their words.
+FP4_INLINE int64_t input_index(int64_t column) {
+  if (kPairs) return column / 2;
+  const int64_t inner = column % kColumns;
+  return column - inner + inner / 2 + inner % 2 * (kColumns / 2);
+}
+
+void gather_panel(const Call& call, const Routes& routes, const Panel& panel, int64_t first_token, Input* inputs) {
+  const int64_t columns = call.hidden_size;
+  const int64_t* slots = routes.slots.data() + panel.first;
+  for (int64_t column = 0; column < columns; column += kColumns) {
+    for (int64_t slot = 0; slot < panel.slots; ++slot) {
+      const int64_t from = (first_token + slots[slot] / call.top_k) * columns + column;
+      Input* to = inputs + input_index(column) * panel.slots + slot;
+      if constexpr (kPairs) {
+        Input pairs[Lanes::kSteps];
+        std::memcpy(pairs, static_cast<const uint16_t*>(call.hidden) + from, sizeof pairs);
+        for (int i = 0; i < Lanes::kSteps; ++i) to[i * panel.slots] = pairs[i];
+      } else if (call.hidden_is_bfloat16) {
+        const uint16_t* values = static_cast<const uint16_t*>(call.hidden) + from;
+        for (int i = 0; i < kColumns; ++i) to[input_index(i) * panel.slots] = float_of(uint32_t{values[i]} << 16);
+      } else {
+        const float* values = static_cast<const float*>(call.hidden) + from;
+        for (int i = 0; i < kColumns; ++i) to[input_index(i) * panel.slots] = values[i];
+      }
+    }
+  }
+}
+
+// Rows [block * 16, block * 16 + 16) of h for one slot, which are columns of w2.
+FP4_INLINE void put_rows(const float* rows, int64_t block, const Panel& panel, int64_t slot, Input* inputs) {
+  Input* to = inputs + slot;
+  if constexpr (kPairs) {
+    for (int i = 0; i < kRows; i += 2)
+      to[input_index(block * kRows + i) * panel.slots] = bfloat16_of(rows[i]) | uint32_t{bfloat16_of(rows[i + 1])} << 16;
+  } else {
+    for (int i = 0; i < kRows; ++i) to[input_index(block * kRows + i) * panel.slots] = rows[i];
+  }
+}
+
+class Layer {
+ public:
+  explicit Layer(const Call& call)
+      : call_(call),
+        w13_(call.w13, call.intermediate_size * (call.activation.gated ? 2 : 1), call.hidden_size, kind()),
+        w2_(call.w2, call.hidden_size, call.intermediate_size, kind()),
+        activate_(choose_activation(call.activation.kind)) {}
+
+  void run(int64_t first_token, int64_t num_tokens) {
+    const int64_t slots = num_tokens * call_.top_k;
+    routes_ = sort_slots(call_.ids + first_token * call_.top_k, slots, call_.num_experts);
+    const auto panels = static_cast<int64_t>(routes_.panels.size());
+    const auto experts = static_cast<int64_t>(routes_.expert_panels.size()) - 1;
+    const int64_t blocks = call_.intermediate_size / kRows, out_blocks = call_.hidden_size / kRows;
+    const int64_t group = group_size(blocks, experts * blocks), out_group = group_size(out_blocks, out_blocks);
+    const int64_t groups = (blocks + group - 1) / group, out_groups = (out_blocks + out_group - 1) / out_group;
+    gathered_ = static_cast<Input*>(call_.scratch);
+    h_ = gathered_ + slots * inputs(call_.hidden_size);
+    sums_ = call_.out_is_bfloat16 ? reinterpret_cast<float*>(h_ + slots * inputs(call_.intermediate_size))
+                                  : static_cast<float*>(call_.out) + first_token * call_.hidden_size;
+#pragma omp parallel num_threads(call_.num_threads)
+    {
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t p = 0; p < panels; ++p)
+        gather_panel(call_, routes_, routes_.panels[p], first_token, gathered_ + at(p, call_.hidden_size));
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t item = 0; item < experts * groups; ++item) {
+        const int64_t begin = item % groups * group;
+        first_product(item / groups, begin, std::min(begin + group, blocks));
+      }
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t item = 0; item < out_groups; ++item) {
+        const int64_t begin = item * out_group;
+        second_product(first_token, num_tokens, experts, begin, std::min(begin + out_group, out_blocks));
+      }
+    }
+  }
+
+ private:
+  ScaleKind kind() const { return static_cast<ScaleKind>(call_.scale_kind); }
+  static int64_t inputs(int64_t columns) { return columns / kColumns * Lanes::kSteps; }
+  int64_t at(int64_t panel, int64_t columns) const { return routes_.panels[panel].first * inputs(columns); }
+
+  // Blocks that a thread takes at once.
+  int64_t group_size(int64_t blocks, int64_t all) const {
+    return std::clamp<int64_t>(all / (int64_t{call_.num_threads} * kSharesPerThread), 1, std::min<int64_t>(blocks, 16));
+  }
+
+  // h for rows [begin * 16, end * 16) of one expert.
+  void first_product(int64_t expert, int64_t begin, int64_t end) {
+    float gate[Lanes::kMaxTokens * kRows], up[Lanes::kMaxTokens * kRows];
+    const bool gated = call_.activation.gated;
+    for (int64_t block = begin; block < end; ++block) {
+      for (int64_t p = routes_.expert_panels[expert]; p < routes_.expert_panels[expert + 1]; ++p) {
+        const Panel& panel = routes_.panels[p];
+        const Input* input = gathered_ + at(p, call_.hidden_size);
+        w13_.multiply_block(panel.expert, gated ? 2 * block : block, input, panel.slots, gate);
+        if (gated) w13_.multiply_block(panel.expert, 2 * block + 1, input, panel.slots, up);
+        for (int64_t slot = 0; slot < panel.slots; ++slot) {
+          activate_(call_.activation, gate + slot * kRows, up + slot * kRows);
+          put_rows(gate + slot * kRows, block, panel, slot, h_ + at(p, call_.intermediate_size));
+        }
+      }
+    }
+  }
+
+  // Output rows [begin * 16, end * 16) of all tokens.
+  void second_product(int64_t first_token, int64_t num_tokens, int64_t experts, int64_t begin, int64_t end) {
+    float product[Lanes::kMaxTokens * kRows];
+    const int64_t row = begin * kRows, rows = (end - begin) * kRows, hidden_size = call_.hidden_size;
+    const float* weights = call_.weights + first_token * call_.top_k;
+    for (int64_t token = 0; token < num_tokens; ++token)
+      std::fill_n(sums_ + token * hidden_size + row, rows, 0.f);
+    for (int64_t expert = 0; expert < experts; ++expert) {
+      for (int64_t block = begin; block < end; ++block) {
+        for (int64_t p = routes_.expert_panels[expert]; p < routes_.expert_panels[expert + 1]; ++p) {
+          const Panel& panel = routes_.panels[p];
+          const int64_t* slots = routes_.slots.data() + panel.first;
+          auto sum = [&](int64_t slot) { return sums_ + slots[slot] / call_.top_k * hidden_size + block * kRows; };
+          for (int64_t slot = 0; slot < panel.slots; ++slot) __builtin_prefetch(sum(slot), 1);
+          w2_.multiply_block(panel.expert, block, h_ + at(p, call_.intermediate_size), panel.slots, product);
+          for (int64_t slot = 0; slot < panel.slots; ++slot) {
+            float* to = sum(slot);
+            for (int i = 0; i < kRows; ++i) to[i] += weights[slots[slot]] * product[slot * kRows + i];
+          }
+        }
+      }
+    }
+    if (!call_.out_is_bfloat16) return;
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      const float* sum = sums_ + token * hidden_size + row;
+      uint16_t* out = static_cast<uint16_t*>(call_.out) + (first_token + token) * hidden_size + row;
+      for (int64_t i = 0; i < rows; ++i) out[i] = bfloat16_of(sum[i]);
+    }
+  }
+
+  const Call& call_;
+  Matrix w13_, w2_;
+  ActivateRows activate_;
+  Routes routes_;
+  Input* gathered_ = nullptr;  // panels of hidden states
+  Input* h_ = nullptr;         // panels of what w13 and the activation made of them
+  float* sums_ = nullptr;      // [tokens, H]
+};
+
+}  // namespace
+
+extern "C" void fp4_moe(const Call* call) {
+  Layer layer(*call);
+  for (int64_t first = 0; first < call->num_tokens; first += call->max_tokens)
+    layer.run(first, std::min(call->max_tokens, call->num_tokens - first));
+}
+
+extern "C" int64_t fp4_call_bytes() { return sizeof(Call); }

@@ -1,0 +1,55 @@
+// The one inner product: 16 rows of a packed weight by the activations of up to Lanes::kMaxTokens tokens.
+#pragma once
+
+#include <algorithm>
+
+#include "lanes.h"
+
+// How far ahead of use codes are fetched, in bytes: into the first cache, and across pages, where processors that
+// follow a stream by themselves stop.
+constexpr int kNear = 1024;
+constexpr int kFar = 16384;
+
+constexpr int block_columns(ScaleKind kind) { return kind == ScaleKind::kE8m0 ? 32 : 16; }
+
+// Weights are decoded in registers and never stored; the sum over a block is multiplied by the block's scale.
+//
+// codes: [columns / 8] chunks; scales: [columns / block][16]; panel: [columns / 8][steps][tokens]; out: [tokens][16].
+template <ScaleKind kind, int tokens>
+void multiply(const uint8_t* codes, const uint8_t* scales, const Lanes::Input* panel, int64_t columns, float* out) {
+  // Products wait for the one before them in their chain: few tokens take several chains.
+  constexpr int kChains = std::min(Lanes::kSteps, tokens > 4 ? 1 : tokens > 2 ? 2 : 8 / tokens);
+  for (int lane = 0; lane < kRows; lane += Lanes::kCount) {
+    const uint8_t* code = codes + lane * (kChunkBytes / kRows);
+    const uint8_t* scale = scales + lane;
+    const Lanes::Input* input = panel;
+    Lanes::Sum sum[tokens];
+    for (auto& s : sum) s = Lanes::zero();
+#pragma GCC unroll 1
+    for (int64_t column = 0; column < columns; column += block_columns(kind), scale += kRows) {
+      Lanes::Sum part[kChains][tokens];
+      for (auto& chain : part)
+        for (auto& s : chain) s = Lanes::zero();
+      for (int chunk = 0; chunk < block_columns(kind) / kColumns; ++chunk, code += kChunkBytes) {
+        __builtin_prefetch(code + kNear);
+        __builtin_prefetch(code + kFar, 0, 2);
+        const Lanes::Codes packed = Lanes::load(code);
+#pragma GCC unroll 8
+        for (int step = 0; step < Lanes::kSteps; ++step, input += tokens) {
+          const Lanes::Weights weights = Lanes::weights(packed, step);
+#pragma GCC unroll 16
+          for (int t = 0; t < tokens; ++t)
+            part[step % kChains][t] = Lanes::add_product(part[step % kChains][t], weights, input[t]);
+        }
+      }
+      const Lanes::Scale factor = Lanes::scale<kind>(scale);
+#pragma GCC unroll 16
+      for (int t = 0; t < tokens; ++t) {
+        for (int chain = 1; chain < kChains; ++chain) part[0][t] = Lanes::add(part[0][t], part[chain][t]);
+        sum[t] = Lanes::add_scaled(sum[t], part[0][t], factor);
+      }
+    }
+#pragma GCC unroll 16
+    for (int t = 0; t < tokens; ++t) Lanes::store(out + t * kRows + lane, sum[t]);
+  }
+}

@@ -1,0 +1,150 @@
+"""Build the C++ kernel for this processor, once: a shared library under a name that says what it was made of.
+
+A library is compiled to a temporary name and then renamed, so that processes that build at the same time, or a build
+that is cut short, leave a whole library or none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from ..device import cxx_compiler
+from ..errors import Fp4InductorError, InvalidOptionError
+
+logger = logging.getLogger(__name__)
+
+ISA_VARIABLE = "FP4_INDUCTOR_CPU_ISA"
+"""Environment variable that names one of ``ISAS``, in place of the best that the processor has."""
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+ISAS = {
+    "avx512_bf16": ("-DFP4_AVX512BF16", *_AVX512, "-mavx512bf16"),
+    "avx512": ("-DFP4_AVX512", *_AVX512),
+    "avx2": ("-DFP4_AVX2", *_AVX2),
+    "portable": (),
+}
+"""Instruction sets that the kernel knows, best first, and the flags that choose them."""
+
+_SOURCES = Path(__file__).parent / "cpu"
+_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-shared")
+_OPENMP = "-fopenmp"
+_SECONDS = 300
+NO_COMPILER = "apt-get install g++ (or xcode-select --install), or name a compiler in the variable CXX"
+_NO_SUCCESS = "name another compiler in the variable CXX, or set options={'fp4moe.backend': 'cpu_aten'}"
+_lock = threading.Lock()
+
+
+class BuildError(Fp4InductorError, RuntimeError):
+    """The C++ kernel could not be compiled."""
+
+
+def processor_isas() -> tuple[str, ...]:
+    """Those of ``ISAS`` that this processor runs."""
+    has = {
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+        "avx512": torch.cpu._is_avx512_supported(),
+        "avx2": torch.cpu._is_avx2_supported(),
+        "portable": True,
+    }
+    return tuple(name for name in ISAS if has[name])
+
+
+def choose_isa(act_dtype: torch.dtype) -> str:
+    """The best for activations of ``act_dtype``: pairs of bfloat16 are multiplied only where they are bfloat16.
+
+    Raises:
+        InvalidOptionError: the environment names one that does not exist, or that this processor has not.
+    """
+    forced = os.environ.get(ISA_VARIABLE)
+    if forced is None:
+        return next(isa for isa in processor_isas() if isa != "avx512_bf16" or act_dtype == torch.bfloat16)
+    if forced not in processor_isas():
+        needed = f"one of {', '.join(processor_isas())}, which this processor has"
+        raise InvalidOptionError(f"reading the environment variable {ISA_VARIABLE}", needed=needed, got=repr(forced))
+    return "avx512" if forced == "avx512_bf16" and act_dtype != torch.bfloat16 else forced
+
+
+@cache
+def load_library(isa: str) -> ctypes.CDLL:
+    """The kernel for ``isa``, built if it never was.
+
+    Raises:
+        BuildError: no compiler, or it fails; the message holds what it said.
+    """
+    compiler = cxx_compiler()
+    if compiler is None:
+        raise BuildError("building the CPU kernel", needed="a C++ compiler", got="none", now=NO_COMPILER)
+    with _lock:
+        path = _cache_folder() / f"fp4_moe_{isa}_{_key(compiler, isa)}.so"
+        if not path.exists():
+            _build(compiler, isa, path)
+        return ctypes.CDLL(str(path))
+
+
+def _key(compiler: str, isa: str) -> str:
+    found = hashlib.sha256()
+    for part in (compiler, platform.machine(), *_FLAGS, *ISAS[isa]):
+        found.update(part.encode() + b"\0")
+    for path in sorted(_SOURCES.iterdir()):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _cache_folder() -> Path:
+    """A folder that this user may write; the one of Inductor's caches where the environment names it."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    places = [Path(named)] if named else []
+    places += [Path.home() / ".cache", Path(tempfile.gettempdir()) / f"fp4_inductor_{getpass.getuser()}"]
+    for place in places:
+        folder = place / "fp4_inductor"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return Path(tempfile.mkdtemp(prefix="fp4_inductor_"))
+
+
+def _build(compiler: str, isa: str, path: Path) -> None:
+    logger.info("compiling the CPU kernel for %s with %s, once", isa, compiler)
+    start = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent) as folder,
+        tqdm(total=1, desc=f"compiling the FP4 kernel for {isa}", disable=None, leave=False),
+    ):
+        made = Path(folder) / path.name
+        command = [compiler, *_FLAGS, *ISAS[isa], str(_SOURCES / "moe.cpp"), "-o", str(made)]
+        said = _run([*command, _OPENMP])
+        if said and (said_serial := _run(command)):
+            needed = f"{compiler} to compile it"
+            raise BuildError("building the CPU kernel", needed=needed, got=said_serial, now=_NO_SUCCESS)
+        if said:
+            logger.warning("%s has no OpenMP, so the CPU kernel runs on one thread: %s", compiler, said)
+        made.replace(path)
+    logger.info("compiled %s in %.1f s", path, time.perf_counter() - start)
+
+
+def _run(command: Sequence[str]) -> str:
+    """What a compiler says when it fails; nothing if it does not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return "" if done.returncode == 0 else (done.stderr.strip() or f"exit status {done.returncode}")[-2000:]
