@@ -177,7 +177,7 @@ def test_the_choice_stands_in_the_plan(present: DeviceInfo) -> None:
     assert table_of(selection.plan) == ""
     table = table_of(tuned(selection).plan)
     small, large = (choose_tuned(table, count) for count in (1, 16384))
-    own = choose_config(90, 2 * SPEC.top_k, SPEC.num_experts)
+    own = choose_config(90, 2 * SPEC.top_k, SPEC.num_experts, (SPEC.hidden_size, SPEC.intermediate_size), e4m3=False)
     assert small.gate_up.num_stages == small.down.num_stages == 6
     assert small.block_m == own.block_m
     assert large.block_m > own.block_m

@@ -114,8 +114,10 @@ class TritonW4A16Backend:
 
     def config(self, spec: MoESpec, device: DeviceInfo, num_tokens: int) -> str:
         assert device.arch is not None, "check refuses it"
-        hopper = spec.act_dtype == torch.bfloat16
-        return write_config(choose_config(device.arch, num_tokens * spec.top_k, spec.num_experts, hopper))
+        columns = (spec.hidden_size, spec.intermediate_size)
+        e4m3, hopper = spec.weight_format.scale_encoding == "e4m3", spec.act_dtype == torch.bfloat16
+        size = (device.arch, num_tokens * spec.top_k, spec.num_experts, columns)
+        return write_config(choose_config(*size, e4m3=e4m3, hopper=hopper))
 
     def variants(self, config: str, part: str, device: DeviceInfo) -> tuple[str, ...]:
         return tuple(map(write_config, variants(read_config(config), part, device.shared_memory)))

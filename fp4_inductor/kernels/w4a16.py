@@ -142,10 +142,10 @@ def choose(hidden: torch.Tensor, top_k: int, experts: Experts, table: str = "") 
     decode = choose_decode(arch, _sm_count(hidden.device), num_tokens, top_k, experts.num_experts, *sizes)
     if decode is not None:
         return decode
-    size = (arch, num_tokens * top_k, experts.num_experts)
-    config = choose_tuned(table, num_tokens) if table else choose_config(*size)
+    size = (arch, num_tokens * top_k, experts.num_experts, (sizes[0][1], sizes[1][1]))
+    config = choose_tuned(table, num_tokens) if table else choose_config(*size, e4m3=experts.e4m3)
     if config.hopper and (hidden.dtype != torch.bfloat16 or _hopper_kernels() is None):
-        return choose_config(*size, hopper=False)
+        return choose_config(*size, e4m3=experts.e4m3, hopper=False)
     return config
 
 
@@ -163,8 +163,9 @@ def _hopper_kernels() -> tuple[Any, Any] | None:
 
 def _kernels(config: W4A16Config) -> tuple[Any, Any]:
     """gate_up and down; all take the same arguments."""
-    hopper = _hopper_kernels() if config.hopper else None
-    return hopper or (gate_up_kernel, down_kernel)
+    plain = (gate_up_kernel, down_kernel)
+    gate_up, down = (_hopper_kernels() if config.hopper else None) or plain
+    return gate_up if config.gate_up.hopper else plain[0], down if config.down.hopper else plain[1]
 
 
 def _decode(
@@ -404,7 +405,7 @@ def _cut(routes: Routes, rows: int, columns: int, config: W4A16Config, gemm: Gem
     if num_blocks > routes.arrivals.numel():
         return _Cut(num_blocks, 1)
     steps = triton.cdiv(columns, gemm.block_k)
-    return _Cut(num_blocks, choose_split(num_blocks, steps, _sm_count(device), config.hopper))
+    return _Cut(num_blocks, choose_split(num_blocks, steps, _sm_count(device), gemm.hopper))
 
 
 def _parts(cut: _Cut, block_size: int, like: torch.Tensor) -> torch.Tensor:
@@ -416,28 +417,23 @@ def _parts(cut: _Cut, block_size: int, like: torch.Tensor) -> torch.Tensor:
 def _constants(
     weights: Weights, e4m3: bool, columns: int, config: W4A16Config, gemm: GemmConfig, split_k: int
 ) -> dict[str, int | bool]:
-    if config.hopper:
-        steps = triton.cdiv(triton.cdiv(columns, gemm.block_k), split_k)
-        return {
-            "BLOCK_M": config.block_m,
-            "STAGES": choose_stages(gemm.num_stages, steps),
-            "SPLIT_K": split_k,
-            "E4M3": e4m3,
-            **pdl_options(config.pdl),
-            "num_warps": gemm.num_warps,
-        }
-    return {
+    common = {
         "BLOCK_M": config.block_m,
         "MIN_M": config.min_m,
         "GROUP_M": choose_group(config, weights.words.nbytes // weights.words.shape[0]),
-        "BLOCK_N": gemm.block_n,
-        "BLOCK_K": gemm.block_k,
         "SPLIT_K": split_k,
-        "WHOLE": columns % gemm.block_k == 0,
         "E4M3": e4m3,
-        "INTERPRETED": INTERPRETED,
         **pdl_options(config.pdl),
         "num_warps": gemm.num_warps,
+    }
+    if gemm.hopper:
+        steps = triton.cdiv(triton.cdiv(columns, gemm.block_k), split_k)
+        return common | {"STAGES": choose_stages(gemm.num_stages, steps, config.block_m, e4m3)}
+    return common | {
+        "BLOCK_N": gemm.block_n,
+        "BLOCK_K": gemm.block_k,
+        "WHOLE": columns % gemm.block_k == 0,
+        "INTERPRETED": INTERPRETED,
         "num_stages": gemm.num_stages,
     }
 

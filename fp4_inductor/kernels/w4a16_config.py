@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,25 +13,26 @@ class GemmConfig:
     Attributes:
         block_n: weight rows of a program; a multiple of 64.
         block_k: columns of a step; a multiple of 64.
+        hopper: the kernel of ``w4a16_hopper``, for bfloat16; ``block_n`` is 128 with 4 warps or 256 with 8, ``block_k``
+            is 64 and ``num_stages`` at least 3.
     """
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    hopper: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class W4A16Config:
-    """Both GEMMs; they share the token tiles.
+    """Both GEMMs; they share the token tiles, whichever kernels run them.
 
     Attributes:
         block_m: tokens of a tile.
         min_m: tokens of the narrowest product, for the tiles that are not full.
         group_m: tiles that run side by side on one piece of the weights.
         pdl: a kernel may start while the one before it still runs.
-        hopper: the kernels of ``w4a16_hopper``, for bfloat16; of the rest they take ``block_m`` up to 32 and, of each
-            GEMM, ``num_stages`` from 3.
     """
 
     block_m: int
@@ -39,7 +41,11 @@ class W4A16Config:
     gate_up: GemmConfig
     down: GemmConfig
     pdl: bool = False
-    hopper: bool = False
+
+    @property
+    def hopper(self) -> bool:
+        """Whether a kernel of ``w4a16_hopper`` runs one of them."""
+        return self.gate_up.hopper or self.down.hopper
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +77,78 @@ class DecodeConfig:
     pdl: bool = False
 
 
-_BLOCK = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
+BLOCK = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
 _NARROW = GemmConfig(block_n=64, block_k=64, num_warps=4, num_stages=4)
+GLUON = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4, hopper=True)
+_GLUON_3 = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=3, hopper=True)
+GLUON_WIDE = GemmConfig(block_n=256, block_k=64, num_warps=8, num_stages=4, hopper=True)
 
-# Largest expected tokens an expert, and the tile that serves them. Swept on an H200 over the layers of gpt-oss,
-# Qwen3-30B-A3B, Mixtral 8x7B and DeepSeek-V3 with 4 to 16384 tokens: see NOTES.md. Other families are not measured:
-# they take what fits their shared memory and registers.
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """How a GEMM is cut by the columns of its weights: ``long`` from ``columns`` on, below them ``short``."""
+
+    long: GemmConfig
+    columns: int
+    short: GemmConfig
+
+    def of(self, columns: int) -> GemmConfig:
+        return self.long if -(-columns // 64) * 64 >= self.columns else self.short
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What serves up to ``tokens`` tokens an expert, None: any; the rest as in ``W4A16Config``."""
+
+    tokens: int | None
+    block_m: int
+    min_m: int
+    group_m: int
+    gate_up: GemmConfig | Cuts
+    down: GemmConfig | Cuts
+    pdl: bool = False
+    e8m0_only: bool = False
+    """Weights whose scales are e4m3 take the next row."""
+
+    def config(self, gate_up: GemmConfig, down: GemmConfig) -> W4A16Config:
+        return W4A16Config(self.block_m, self.min_m, self.group_m, gate_up, down, self.pdl)
+
+
+# Swept on an H200 over the layers of gpt-oss, Qwen3-30B-A3B, Mixtral 8x7B and DeepSeek-V3 with 4 to 16384 tokens: see
+# NOTES.md. Other families are not measured: they take what fits their shared memory and registers.
+_PLAIN_90 = (
+    Row(10, 16, 16, 1, BLOCK, BLOCK, pdl=True),
+    Row(24, 32, 16, 1, BLOCK, BLOCK, pdl=True),
+    Row(110, 64, 16, 1, BLOCK, BLOCK, pdl=True),
+    Row(None, 128, 32, 4, BLOCK, BLOCK, pdl=True),
+)
+# Gluon's kernels need columns enough. From 32 tokens an expert on, time over that of the plain kernel, gate_up and
+# down, of mixtral (4096 and 14336 columns), deepseek-v3 (7168, 2048), gpt-oss-120b (2880, 2880) and qwen3-30b-a3b
+# (2048, 768):
 _HOPPER = (
-    (3, W4A16Config(8, 8, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
-    (10, W4A16Config(16, 8, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
-    (24, W4A16Config(32, 8, 1, _BLOCK, _BLOCK, pdl=True, hopper=True)),
-    (10, W4A16Config(16, 16, 1, _BLOCK, _BLOCK, pdl=True)),
-    (24, W4A16Config(32, 16, 1, _BLOCK, _BLOCK, pdl=True)),
-    (110, W4A16Config(64, 16, 1, _BLOCK, _BLOCK, pdl=True)),
-    (None, W4A16Config(128, 32, 4, _BLOCK, _BLOCK, pdl=True)),
+    Row(3, 8, 8, 1, GLUON, GLUON, pdl=True),
+    Row(10, 16, 16, 1, GLUON, GLUON, pdl=True),
+    Row(24, 32, 32, 1, GLUON, GLUON, pdl=True),
+    # 32 tokens: e8m0 1.01 to 1.16; e4m3 gate_up of deepseek-v3 0.97, gpt-oss-120b 0.91.
+    Row(48, 64, 16, 1, BLOCK, BLOCK, pdl=True, e8m0_only=True),
+    # 64 tokens: mixtral 0.91, 0.81; qwen3-30b-a3b 0.94, 1.05.
+    Row(110, 64, 16, 1, GLUON, Cuts(GLUON, 4096, BLOCK), pdl=True),
+    # 128 tokens: deepseek-v3 0.86, 1.03; gpt-oss-120b 0.95, 1.06. 256: mixtral 0.87, 0.88; qwen3-30b-a3b 0.86, 1.12.
+    Row(400, 128, 32, 4, _GLUON_3, Cuts(_GLUON_3, 4096, BLOCK), pdl=True),
+    # 512 tokens: deepseek-v3 0.88, 0.94; gpt-oss-120b 0.93, 0.96. 1024: mixtral 0.88, 0.94; qwen3-30b-a3b 0.92, 1.10.
+    # _GLUON_3 in the place of GLUON_WIDE: mixtral 0.90, 0.96, deepseek-v3 0.99, 0.96.
+    Row(None, 128, 32, 4, Cuts(GLUON_WIDE, 4096, _GLUON_3), Cuts(GLUON_WIDE, 2048, BLOCK), pdl=True),
 )
 _UP_TO_64 = (
-    (10, W4A16Config(16, 16, 1, _BLOCK, _BLOCK)),
-    (24, W4A16Config(32, 16, 1, _BLOCK, _BLOCK)),
-    (None, W4A16Config(64, 16, 1, _BLOCK, _BLOCK)),
+    Row(10, 16, 16, 1, BLOCK, BLOCK),
+    Row(24, 32, 16, 1, BLOCK, BLOCK),
+    Row(None, 64, 16, 1, BLOCK, BLOCK),
 )
 # On sm_100 a block of 128 x 128 spills registers; half as wide it does not.
 _BLACKWELL = (
     *_UP_TO_64[:2],
-    (192, W4A16Config(64, 16, 1, _BLOCK, _BLOCK)),
-    (None, W4A16Config(128, 32, 16, _BLOCK, _NARROW)),
+    Row(192, 64, 16, 1, BLOCK, BLOCK),
+    Row(None, 128, 32, 16, BLOCK, _NARROW),
 )
 
 _LARGE_EXPERT = 24 << 20
@@ -112,15 +165,25 @@ FAMILIES = {
     120: _UP_TO_64,
     121: _UP_TO_64,
 }
-"""Configurations by ``DeviceInfo.arch``."""
+"""Configurations by ``DeviceInfo.arch``, fewest tokens first."""
+_WITHOUT_GLUON = FAMILIES | {90: _PLAIN_90}
 
 
-def choose_config(arch: int, num_pairs: int, num_experts: int, hopper: bool = True) -> W4A16Config:
-    """The configuration for ``num_pairs`` routed pairs spread evenly over the experts; ``hopper`` ones only if so."""
+def choose_config(
+    arch: int, num_pairs: int, num_experts: int, columns: tuple[int, int], *, e4m3: bool, hopper: bool = True
+) -> W4A16Config:
+    """The configuration for ``num_pairs`` routed pairs spread evenly over the experts.
+
+    Args:
+        columns: of the weights of gate_up and of down, padded to 64 or not.
+        e4m3: what the weights' scales are, otherwise e8m0.
+        hopper: kernels of ``w4a16_hopper`` may run.
+    """
     tokens = num_pairs / num_experts
-    for limit, config in FAMILIES[arch]:
-        if (limit is None or tokens <= limit) and (hopper or not config.hopper):
-            return config
+    for row in (FAMILIES if hopper else _WITHOUT_GLUON)[arch]:
+        if (row.tokens is None or tokens <= row.tokens) and not (e4m3 and row.e8m0_only):
+            cuts = zip((row.gate_up, row.down), columns, strict=True)
+            return row.config(*(cut.of(size) if isinstance(cut, Cuts) else cut for cut, size in cuts))
     raise AssertionError("the last row has no limit")
 
 
@@ -171,9 +234,15 @@ def choose_split(num_blocks: int, steps: int, sm_count: int, hopper: bool = Fals
     return -(-steps // -(-steps // split))
 
 
-def choose_stages(num_stages: int, steps: int) -> int:
-    """Buffers of a ``hopper`` program, which makes whole turns of them: one more where that leaves no step empty."""
-    return num_stages + (steps % num_stages != 0 and steps % (num_stages + 1) == 0)
+def choose_stages(num_stages: int, steps: int, block_m: int, e4m3: bool) -> int:
+    """Buffers of a ``hopper`` program, which makes whole turns of them: one more where that leaves no step empty.
+
+    Not where few would be. Nor for 64 tokens and e8m0, where it takes 177 registers instead of 163, and two programs
+    run on a multiprocessor instead of three.
+    """
+    wasted = 64 * (-steps % num_stages) > steps
+    whole = steps % (num_stages + 1) == 0
+    return num_stages + (wasted and whole and (block_m != 64 or e4m3))
 
 
 def choose_group(config: W4A16Config, expert_bytes: int) -> int:
@@ -183,7 +252,13 @@ def choose_group(config: W4A16Config, expert_bytes: int) -> int:
 
 def configs(arch: int) -> tuple[W4A16Config, ...]:
     """Every configuration of a device family."""
-    return tuple(config for _, config in FAMILIES[arch])
+
+    def every(cut: GemmConfig | Cuts) -> tuple[GemmConfig, ...]:
+        return (cut.short, cut.long) if isinstance(cut, Cuts) else (cut,)
+
+    rows = (*FAMILIES[arch], *_WITHOUT_GLUON[arch])
+    found = (row.config(*cuts) for row in rows for cuts in product(every(row.gate_up), every(row.down)))
+    return tuple(dict.fromkeys(found))
 
 
 def shared_memory(config: W4A16Config) -> int:
@@ -192,6 +267,6 @@ def shared_memory(config: W4A16Config) -> int:
     def need(gemm: GemmConfig) -> int:
         tokens = config.block_m * gemm.block_k * 2
         packed = gemm.block_n * (gemm.block_k // 2 + gemm.block_k // 16)
-        return (gemm.num_stages + config.hopper) * (tokens + packed)
+        return (gemm.num_stages + gemm.hopper) * (tokens + packed)
 
     return max(need(config.gate_up), need(config.down)) + _BARRIERS

@@ -2,7 +2,7 @@
 
 Weights are the left, wide operand and tokens the right one, so that few tokens waste little of a matrix
 instruction, and a weight goes from its word to the register that the instruction reads. An expert's last tokens
-take a product as narrow as they fit (``_narrowed``): padding would cost as much as tokens.
+take a product as narrow as they fit (``narrowed``): padding would cost as much as tokens.
 
 Shapes: P = T*k routed pairs, sorted by expert; G = ceil(K/64) groups; R row tiles of 64.
 """
@@ -23,19 +23,12 @@ from .w4a16_tile import (
     dot,
     load_tokens,
     load_weights,
+    narrowed,
+    place_block,
     rows_of_tile,
     scale_and_bias,
     weights_of_expert,
 )
-
-
-@triton.jit
-def _place_block(block, tiles, blocks, GROUP_M: tl.constexpr):
-    """Token tile and row block of an output block: GROUP_M tiles in turn for each row block, which stays in L2."""
-    span = GROUP_M * blocks
-    first = block // span * GROUP_M
-    size = tl.minimum(tiles - first, GROUP_M)
-    return first + block % span % size, block % span // size
 
 
 @triton.jit
@@ -110,19 +103,6 @@ def _whole_sum(acc, shared, split, SPLIT_K: tl.constexpr):
             for i in tl.static_range(SPLIT_K):
                 acc += tl.load(_part(parts, i, BLOCK_N, BLOCK_M), cache_modifier=".cg")
     return acc, whole
-
-
-@triton.jit
-def _narrowed(run: tl.constexpr, rows, BLOCK_M: tl.constexpr, MIN_M: tl.constexpr, args):
-    """``run`` for the fewest tokens of BLOCK_M, BLOCK_M / 2, ... MIN_M that ``rows`` fit."""
-    HALF: tl.constexpr = BLOCK_M // 2
-    if HALF >= MIN_M:
-        if rows <= HALF:
-            _narrowed(run, rows, HALF, MIN_M, args)
-        else:
-            run(BLOCK_M, *args)
-    else:
-        run(BLOCK_M, *args)
 
 
 @triton.jit
@@ -226,14 +206,14 @@ def gate_up_kernel(
     tiles = tl.load(num_tiles)
     if block >= tiles * blocks:
         return
-    tile, row_block = _place_block(block, tiles, blocks, GROUP_M)
+    tile, row_block = place_block(block, tiles, blocks, GROUP_M)
     expert, first, end = rows_of_tile(tile, tile_expert, tile_row, expert_end)
     weights = weights_of_expert(words, scales, row_scale, bias, expert, N, N, H, E4M3)
     shared = _shared_block(parts, arrivals, block, BLOCK_N * BLOCK_M * SPLIT_K)
     place = (row_block * BLOCK_N, first, end, tl.program_id(0) % SPLIT_K)
     sizes = (top_k, H, I, N)
     knobs = (alpha, beta, limit, up_limit)
-    _narrowed(
+    narrowed(
         _gate_up_tile,
         end - first,
         BLOCK_M,
@@ -349,7 +329,7 @@ def down_kernel(
         if PDL:
             gdc_wait()
         return
-    tile, row_block = _place_block(block, tiles, blocks, GROUP_M)
+    tile, row_block = place_block(block, tiles, blocks, GROUP_M)
     expert, first, end = rows_of_tile(tile, tile_expert, tile_row, expert_end)
     if PDL:
         gdc_wait()
@@ -359,7 +339,7 @@ def down_kernel(
     shared = _shared_block(parts, arrivals, block, BLOCK_N * BLOCK_M * SPLIT_K)
     place = (row_block * BLOCK_N, first, end, tl.program_id(0) % SPLIT_K)
     sizes = (H, I, N)
-    _narrowed(
+    narrowed(
         _down_tile,
         end - first,
         BLOCK_M,

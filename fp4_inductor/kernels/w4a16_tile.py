@@ -18,6 +18,28 @@ _GRANULE = tl.constexpr(8)
 
 
 @triton.jit
+def place_block(block, tiles, blocks, GROUP_M: tl.constexpr):
+    """Token tile and row block of an output block: GROUP_M tiles in turn for each row block, which stays in L2."""
+    span = GROUP_M * blocks
+    first = block // span * GROUP_M
+    size = tl.minimum(tiles - first, GROUP_M)
+    return first + block % span % size, block % span // size
+
+
+@triton.jit
+def narrowed(run: tl.constexpr, rows, BLOCK_M: tl.constexpr, MIN_M: tl.constexpr, args):
+    """``run`` for the fewest tokens of BLOCK_M, BLOCK_M / 2, ... MIN_M that ``rows`` fit."""
+    HALF: tl.constexpr = BLOCK_M // 2
+    if HALF >= MIN_M:
+        if rows <= HALF:
+            narrowed(run, rows, HALF, MIN_M, args)
+        else:
+            run(BLOCK_M, *args)
+    else:
+        run(BLOCK_M, *args)
+
+
+@triton.jit
 def bf16_planes(words, s0, s1, s2, s3):
     """Planes of two words at a time, each times its scale; a lane word's bits need no other change."""
     return tl.inline_asm_elementwise(

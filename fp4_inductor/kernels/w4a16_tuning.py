@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import cache
 
-from .w4a16_config import GemmConfig, W4A16Config, shared_memory
+from .w4a16_config import BLOCK, GLUON, GLUON_WIDE, GemmConfig, W4A16Config, shared_memory
 
 PARTS = ("tiles", "gate_up", "down")
 """What is tuned, one after the other: token tiles of both GEMMs, then each GEMM alone."""
 
 _TILES = (8, 16, 32, 64, 128)
-_HOPPER_TILES = (8, 16, 32)
 _CHOICES: dict[str, tuple[int, ...]] = {
     "block_n": (64, 128),
     "block_k": (64, 128),
@@ -24,6 +23,10 @@ _CHOICES: dict[str, tuple[int, ...]] = {
     "num_stages": (2, 3, 4, 5, 6),
 }
 _HOPPER_CHOICES = {"num_stages": (3, 4, 5, 6)}
+_WIDE_TILES = 64
+"""Tokens of a tile from which two warpgroups are worth a trial."""
+_PLAIN_TILES = 16
+"""Tokens that a plain kernel's product takes at least."""
 _ACCUMULATORS = 128
 """float32 of a thread that an output block may take; more leave no registers to decode with."""
 
@@ -50,14 +53,19 @@ def choose_tuned(table: str, num_tokens: int) -> W4A16Config:
 
 
 def variants(config: W4A16Config, part: str, limit: int) -> tuple[W4A16Config, ...]:
-    """``config``, then what differs from it in one number of ``part`` and takes at most ``limit`` shared memory."""
+    """``config``, then what differs from it in one number of ``part`` and takes at most ``limit`` shared memory.
+
+    A GEMM of a configuration with kernels of ``w4a16_hopper``, which so has a device for them, also runs in the
+    other kernels.
+    """
     near = _tiles(config) if part == "tiles" else _gemms(config, part)
     return config, *(other for other in near if other != config and _fits(other, limit))
 
 
 def _tiles(config: W4A16Config) -> Iterator[W4A16Config]:
-    for block_m in _HOPPER_TILES if config.hopper else _TILES:
-        if block_m in (config.block_m // 2, config.block_m * 2) and block_m >= config.min_m:
+    all_hopper = config.gate_up.hopper and config.down.hopper
+    for block_m in _TILES:
+        if block_m in (config.block_m // 2, config.block_m * 2) and (all_hopper or block_m >= config.min_m):
             yield replace(config, block_m=block_m)
     if config.block_m >= 64:
         yield replace(config, group_m=1 if config.group_m > 1 else 16)
@@ -65,10 +73,24 @@ def _tiles(config: W4A16Config) -> Iterator[W4A16Config]:
 
 def _gemms(config: W4A16Config, part: str) -> Iterator[W4A16Config]:
     gemm: GemmConfig = getattr(config, part)
-    for name, values in (_HOPPER_CHOICES if config.hopper else _CHOICES).items():
-        for value in values:
-            changed = replace(gemm, **{name: value})
-            yield replace(config, gate_up=changed) if part == "gate_up" else replace(config, down=changed)
+    others = [
+        replace(gemm, **{name: value})  # type: ignore[arg-type]
+        for name, values in (_HOPPER_CHOICES if gemm.hopper else _CHOICES).items()
+        for value in values
+    ]
+    if config.hopper:
+        others += [kind for kind in _kinds(config) if (kind.hopper, kind.num_warps) != (gemm.hopper, gemm.num_warps)]
+    for other in others:
+        yield replace(config, gate_up=other) if part == "gate_up" else replace(config, down=other)
+
+
+def _kinds(config: W4A16Config) -> Iterator[GemmConfig]:
+    """What runs a GEMM on sm_90."""
+    yield GLUON
+    if config.block_m >= _WIDE_TILES:
+        yield GLUON_WIDE
+    if config.min_m >= _PLAIN_TILES:
+        yield BLOCK
 
 
 def _fits(config: W4A16Config, limit: int) -> bool:

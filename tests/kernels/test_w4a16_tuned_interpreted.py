@@ -21,7 +21,7 @@ from fp4_inductor.tuned_plan import TunableBackend
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-OWN = choose_config(90, 100, 4)
+OWN = choose_config(90, 100, 4, (160, 96), e4m3=False)
 TILES = [
     config
     for part in PARTS

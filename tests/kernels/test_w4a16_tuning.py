@@ -49,10 +49,31 @@ def test_variants_change_one_number_of_their_part_and_fit(arch: int, part: str) 
         assert len(found) > 1 or getattr(config, part, None) is None
         for other in found[1:]:
             assert shared_memory(other) <= limit
-            flat = [list(_numbers(astuple(c))) for c in (config, other)]
-            assert sum(a != b for a, b in zip(*flat, strict=True)) == 1
+            if kinds(other) == kinds(config):
+                flat = [list(_numbers(astuple(c))) for c in (config, other)]
+                assert sum(a != b for a, b in zip(*flat, strict=True)) == 1
             changed = {f.name for f in fields(config) if getattr(config, f.name) != getattr(other, f.name)}
             assert changed <= ({"block_m", "group_m"} if part == "tiles" else {part})
+
+
+def kinds(config: W4A16Config) -> list[tuple[bool, int]]:
+    """Which kernel runs each GEMM, and in how many warps where it is one of ``w4a16_hopper``."""
+    return [(g.hopper, g.num_warps if g.hopper else 0) for g in (config.gate_up, config.down)]
+
+
+@pytest.mark.parametrize("part", ["gate_up", "down"])
+def test_each_gemm_tries_the_kernels_that_its_device_is_known_to_have(part: str) -> None:
+    limit = DeviceInfo.parse("sm_90").shared_memory
+    for arch in FAMILIES:
+        for config in configs(arch):
+            found = {(g.hopper, g.num_warps) for g in (getattr(c, part) for c in variants(config, part, limit))}
+            if not config.hopper:
+                assert not any(hopper for hopper, _ in found)
+            elif config.block_m >= 64:
+                assert found >= {(False, 4), (True, 4), (True, 8)}
+            else:
+                assert (True, 8) not in found
+                assert ((False, 4) in found) == (config.block_m >= 16)
 
 
 def test_what_needs_too_much_shared_memory_is_not_tried() -> None:
