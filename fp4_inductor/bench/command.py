@@ -15,7 +15,7 @@ from . import plot, table
 from .floor import H200, Rates
 from .machine import Nvml, environment
 from .measure import default_backend, measure, our_contenders, peer_contenders
-from .peers import PEERS, Peer
+from .peers import CPU_PEERS, PEERS, Peer
 from .results import Results, read_json, write_csv, write_json
 from .shapes import SHAPES, parse_shape
 
@@ -23,13 +23,15 @@ _DESCRIPTION = """\
 Microseconds of one MoE layer call, from router logits to output: top-k, softmax, sort, both GEMMs, activation and
 weighted combine. On a GPU they are medians of CUDA-graph replays over several inputs, so that weights come from
 memory; everybody gets the same inputs in one process. The floor is the larger of the packed bytes of the experts
-that are expected to be routed over the memory bandwidth, and the operations over the matrix rate.
+that are expected to be routed over the memory bandwidth, and the operations over the matrix rate; on a CPU whose
+rates are not given, the time of reading the packed bytes of the routed experts, measured in the same run.
 """
 _EPILOG = """\
 Peers are found where they are installed: triton_kernels (also as vLLM carries it), marlin (in vLLM; or the file of
 its _moe_C library, named by the environment variable FP4_INDUCTOR_MARLIN_LIBRARY), flashinfer (sm_90, with its
-fused_moe_90 module built before), and grouped_mm on bfloat16 weights. "peer/it" is the time of the fastest of them
-on the same weight format, or on bfloat16, over ours.
+fused_moe_90 module built before), and grouped_mm on bfloat16 weights; on a CPU, ggml as llama-cpp-python ships it
+(or in the folder of libggml.so that FP4_INDUCTOR_GGML names), with weights as they are and repacked. "peer/it" is the
+time of the fastest of them on the same weight format, or on bfloat16, over ours.
 """
 _TOKENS = "1,2,4,8,16,64,256,1024,4096,16384"
 
@@ -48,13 +50,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--tokens", default=_TOKENS, help=f"token counts (default: {_TOKENS})")
     parser.add_argument("--backends", help="kernel backends (default: the one a compiled model gets on this device)")
     parser.add_argument("--formats", default="mxfp4", help=f"weight formats, of {', '.join(FORMATS)} (default: mxfp4)")
-    peers = ", ".join(peer.name for peer in PEERS)
+    peers = ", ".join(peer.name for peer in (*PEERS, *CPU_PEERS))
     parser.add_argument("--peers", nargs="?", const="all", metavar="NAMES", help=f"all, or some of {peers}")
     parser.add_argument(
         "--device", default="cuda", help="cuda, cuda:N, or cpu, timed by the wall clock (default: cuda)"
     )
-    parser.add_argument("--bandwidth", type=float, help=f"TB/s (default: an H200's {H200.bandwidth}; on a CPU none)")
-    parser.add_argument("--tflops", type=float, help=f"bfloat16 rate (default: an H200's {H200.tflops}; on a CPU none)")
+    parser.add_argument("--bandwidth", type=float, help=f"TB/s (default: an H200's {H200.bandwidth})")
+    parser.add_argument("--tflops", type=float, help=f"bfloat16 rate (default: an H200's {H200.tflops})")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows and ratios here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
     parser.add_argument(
@@ -140,11 +142,10 @@ def _numbers(text: str) -> list[int]:
 def _peers(text: str | None, device: torch.device) -> Sequence[Peer]:
     if text is None:
         return ()
-    if device.type != "cuda":
-        raise InvalidOptionError("reading --peers", needed="a GPU, where peers run", got=f"--device {device}")
+    peers = PEERS if device.type == "cuda" else CPU_PEERS
     if text == "all":
-        return PEERS
-    by_name = {peer.name: peer for peer in PEERS}
+        return peers
+    by_name = {peer.name: peer for peer in peers}
     for name in text.split(","):
         if name not in by_name:
             raise UnknownNameError("reading --peers", name, by_name)
@@ -161,4 +162,4 @@ def _rates(args: argparse.Namespace, device: torch.device) -> Rates:
 
 def _floor_by(rates: Rates) -> dict[str, str]:
     limits = [f"{rate:g} {unit}" for rate, unit in ((rates.bandwidth, "TB/s"), (rates.tflops, "TFLOP/s")) if rate]
-    return {"floor by": " and ".join(limits)} if limits else {}
+    return {"floor by": " and ".join(limits) or "reading the routed bytes"}

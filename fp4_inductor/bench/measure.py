@@ -22,6 +22,7 @@ from ..random_layer import ROTATED_UP_TO, inputs, random_weights
 from ..select import select
 from ..spec import MoESpec
 from ..timing import cuda_graph_us, wall_clock_us
+from .cpu import read_us
 from .floor import Rates, floor_us
 from .layers import Layer, planned_layer
 from .machine import Nvml
@@ -140,7 +141,7 @@ def measure(
     try:
         for shape in shapes:
             timings: dict[int, dict[str, Timing]] = {count: {} for count in tokens}
-            floors = _floors(shape, contenders, tokens, rates)
+            floors = _floors(shape, contenders, tokens, rates, device)
             rows = [Row(shape.name, shape.sizes, count, floors[count], timings[count]) for count in tokens]
             results.rows.extend(rows)
             for contender in contenders:
@@ -201,14 +202,18 @@ def _free(device: torch.device) -> None:
 
 
 def _floors(
-    shape: Shape, contenders: Sequence[Contender], tokens: Sequence[int], rates: Rates
+    shape: Shape, contenders: Sequence[Contender], tokens: Sequence[int], rates: Rates, device: torch.device
 ) -> dict[int, dict[str, float]]:
-    """By token count, the floor of each weight format of our columns; nothing where no rate is known."""
+    """By token count, the floor of each weight format of our columns; on a CPU without rates it is measured."""
     formats = {contender.fmt.name: contender.fmt for contender in contenders if contender.column.ours}
-    found: dict[int, dict[str, float]] = {}
-    for count in tokens:
-        limits = {name: floor_us(shape.spec(fmt), count, rates) for name, fmt in formats.items()}
-        found[count] = {name: us for name, us in limits.items() if us is not None}
+    found: dict[int, dict[str, float]] = {count: {} for count in tokens}
+    for name, fmt in formats.items():
+        spec = shape.spec(fmt)
+        measured = read_us(spec, tokens) if device.type == "cpu" and rates == Rates() else {}
+        for count in tokens:
+            us = measured.get(count, floor_us(spec, count, rates))
+            if us is not None:
+                found[count][name] = us
     return found
 
 

@@ -54,6 +54,7 @@ class BuildError(Fp4InductorError, RuntimeError):
     """The C++ kernel could not be compiled."""
 
 
+@cache
 def processor_isas() -> tuple[str, ...]:
     """Those of ``ISAS`` that this processor runs."""
     has = {
@@ -81,8 +82,8 @@ def choose_isa(act_dtype: torch.dtype) -> str:
 
 
 @cache
-def load_library(isa: str) -> ctypes.CDLL:
-    """The kernel for ``isa``, built if it never was.
+def load_library(isa: str, source: str = "moe") -> ctypes.CDLL:
+    """The library of one source for ``isa``, built if it never was.
 
     Raises:
         BuildError: no compiler, or it fails; the message holds what it said.
@@ -91,9 +92,9 @@ def load_library(isa: str) -> ctypes.CDLL:
     if compiler is None:
         raise BuildError("building the CPU kernel", needed="a C++ compiler", got="none", now=NO_COMPILER)
     with _lock:
-        path = _cache_folder() / f"fp4_moe_{isa}_{_key(compiler, isa)}.so"
+        path = _cache_folder() / f"{source}_{isa}_{_key(compiler, isa)}.so"
         if not path.exists():
-            _build(compiler, isa, path)
+            _build(compiler, isa, source, path)
         return ctypes.CDLL(str(path))
 
 
@@ -122,7 +123,7 @@ def _cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="fp4_inductor_"))
 
 
-def _build(compiler: str, isa: str, path: Path) -> None:
+def _build(compiler: str, isa: str, source: str, path: Path) -> None:
     logger.info("compiling the CPU kernel for %s with %s, once", isa, compiler)
     start = time.perf_counter()
     with (
@@ -130,7 +131,7 @@ def _build(compiler: str, isa: str, path: Path) -> None:
         tqdm(total=1, desc=f"compiling the FP4 kernel for {isa}", disable=None, leave=False),
     ):
         made = Path(folder) / path.name
-        command = [compiler, *_FLAGS, *ISAS[isa], str(_SOURCES / "moe.cpp"), "-o", str(made)]
+        command = [compiler, *_FLAGS, *ISAS[isa], str(_SOURCES / f"{source}.cpp"), "-o", str(made)]
         said = _run([*command, _OPENMP])
         if said and (said_serial := _run(command)):
             needed = f"{compiler} to compile it"

@@ -17,8 +17,10 @@ namespace {
 
 using Input = Lanes::Input;
 constexpr bool kPairs = sizeof(Input) / Lanes::kSteps == 1;  // of bfloat16, in place of float32
-constexpr int64_t kGroupBytes = 1 << 17;  // of an expert that a thread reads in one go, if there is work for all
-constexpr int kSharesPerThread = 16;
+
+// Pieces of work for each thread: more even out what threads are delayed by, fewer are longer streams of memory.
+constexpr int64_t kShares = 8;
+constexpr int64_t kOutShares = 2;  // these take equally long
 
 struct Weight {
   const uint8_t* codes;   // [E, N / 16, K / 8, 16, 4]
@@ -171,7 +173,8 @@ class Layer {
     const auto panels = static_cast<int64_t>(routes_.panels.size());
     const auto experts = static_cast<int64_t>(routes_.expert_panels.size()) - 1;
     const int64_t blocks = call_.intermediate_size / kRows, out_blocks = call_.hidden_size / kRows;
-    const int64_t group = group_size(blocks, experts * blocks), out_group = group_size(out_blocks, out_blocks);
+    const int64_t group = group_size(blocks, experts * blocks, kShares);
+    const int64_t out_group = group_size(out_blocks, out_blocks, kOutShares);
     const int64_t groups = (blocks + group - 1) / group, out_groups = (out_blocks + out_group - 1) / out_group;
     gathered_ = static_cast<Input*>(call_.scratch);
     h_ = gathered_ + slots * inputs(call_.hidden_size);
@@ -200,9 +203,9 @@ class Layer {
   static int64_t inputs(int64_t columns) { return columns / kColumns * Lanes::kSteps; }
   int64_t at(int64_t panel, int64_t columns) const { return routes_.panels[panel].first * inputs(columns); }
 
-  // Blocks that a thread takes at once.
-  int64_t group_size(int64_t blocks, int64_t all) const {
-    return std::clamp<int64_t>(all / (int64_t{call_.num_threads} * kSharesPerThread), 1, std::min<int64_t>(blocks, 16));
+  // Blocks of one expert that a thread takes at once, of all that there are.
+  int64_t group_size(int64_t blocks, int64_t all, int64_t shares) const {
+    return std::clamp<int64_t>(all / (call_.num_threads * shares), 1, blocks);
   }
 
   // h for rows [begin * 16, end * 16) of one expert.

@@ -1,0 +1,51 @@
+"""The floor of a block on a CPU, measured: reading the packed bytes of the routed experts and nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from ..backends import get_backend
+from ..device import DeviceInfo
+from ..kernels.cpu_build import load_library, processor_isas
+from ..plan import prepare
+from ..random_layer import inputs, random_weights, route
+from ..spec import MoESpec, Operand
+from ..timing import wall_clock_us
+from .layers import Layer
+
+
+def read_us(spec: MoESpec, tokens: Sequence[int]) -> dict[int, float]:
+    """Microseconds by token count, on the inputs that every layer gets; nothing where ``cpu`` refuses the block."""
+    device = torch.device("cpu")
+    if not get_backend("cpu").check(spec, DeviceInfo.parse("cpu")).ok:
+        return {}
+    layer = read_layer(spec)
+    return {
+        count: wall_clock_us([partial(layer, hidden, logits) for hidden, logits in inputs(spec, count, device)])
+        for count in tokens
+    }
+
+
+def read_layer(spec: MoESpec) -> Layer:
+    """A call that reads what a layer would; it returns the hidden states as they are."""
+    device = DeviceInfo.parse("cpu")
+    prepared = prepare(get_backend("cpu").plan(spec, device), random_weights(spec, torch.device("cpu")))
+    names = [f"{weight}{part}_cpu" for weight in (Operand.W13, Operand.W2) for part in ("", "_scale")]
+    tensors = [prepared[name] for name in names]
+    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    words = (ctypes.c_int64 * len(tensors))(*(tensor.nbytes // spec.num_experts // 8 for tensor in tensors))
+    read = load_library(processor_isas()[0], "read").fp4_read
+    read.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_int32]
+    read.restype = ctypes.c_uint64
+
+    def layer(hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        ids, _ = route(logits, spec.top_k)
+        threads = torch.get_num_threads()
+        read(pointers, words, len(tensors), ids.data_ptr(), ids.numel(), len(tensors[0]), threads)
+        return hidden
+
+    return layer
