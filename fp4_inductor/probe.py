@@ -81,6 +81,8 @@ def _try(backend: ProbedBackend, spec: MoESpec, device: DeviceInfo, where: torch
         logger.debug("%s failed on %s", backend.name, device, exc_info=True)
         _require_usable(backend.name, where, error)
         failure = Reason(ReasonCode.PROBE_FAILED, "a small layer to run on this device", _text(error), _CURE)
+    if where.type == "cuda":
+        torch.cuda.empty_cache()  # the model's own weights are prepared next
     if failure is not None:
         logger.warning("%s is not used on %s: %s", backend.name, device, failure)
     else:
