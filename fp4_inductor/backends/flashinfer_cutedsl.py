@@ -5,11 +5,13 @@ NVFP4 weights meet bfloat16 activations; NVFP4 × NVFP4 and MXFP4 × MXFP8 run w
 float32 in the order of the slots, except with MXFP8, where it adds to a bfloat16 output in no order.
 
 NVFP4 × NVFP4 blocks that the fused kernel does not know, for their biases, their activation or their global scales, go
-through the masked grouped GEMM. Headers of the helper that sorts routes are downloaded at the first call.
+through the masked grouped GEMM. The helper that sorts routes is compiled at the first call, with headers that are
+downloaded.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -29,6 +31,7 @@ from .flashinfer_common import (
     PROBE_ERRORS,
     Mode,
     activation_function,
+    announce_build,
     choose_mode,
     common_reasons,
     half_reasons,
@@ -47,7 +50,7 @@ from .flashinfer_cute_common import (
     swiglu_knobs,
     weight,
 )
-from .flashinfer_masked import masked_plan, masked_reasons
+from .flashinfer_masked import MODE, masked_plan, masked_reasons
 from .flashinfer_weights import PRODUCT_FACTOR, Placing
 
 _SM_100_103 = frozenset({100, 103})
@@ -97,6 +100,8 @@ def _fused_moe(
     from flashinfer.fused_moe import cute_dsl_fused_moe
     from flashinfer.tllm_enums import ActivationType
 
+    if hidden.is_cuda:
+        announce_build("moe_utils", "for which it downloads headers, in minutes")
     name = activation_function(call.activation)
     assert name is not None, "check refuses it"
     alpha, beta, limit = swiglu_knobs(call.activation)
@@ -142,7 +147,12 @@ class FlashinferCutedslBackend:
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
         """What is against the fused kernel, where the masked grouped GEMM does not know it either."""
         reasons = _fused_reasons(spec, device)
-        return Verdict(self.name, reasons if reasons and masked_reasons(spec, device) else ())
+        if not reasons or not masked_reasons(spec, device):
+            return Verdict(self.name)
+        if not masked_reasons(replace(spec, activation_format=MODE.activations), device):
+            cure = f"options={{'fp4moe.activation_format': '{MODE.activations}'}} allows another kernel, which can"
+            reasons = tuple(replace(reason, hint=cure) for reason in reasons)
+        return Verdict(self.name, reasons)
 
     def probe_errors(self) -> tuple[type[Exception], ...]:
         return PROBE_ERRORS

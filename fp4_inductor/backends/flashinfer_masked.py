@@ -24,17 +24,20 @@ from ..reference import activate
 from ..spec import GateUpOrder, MoESpec, Operand
 from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args
 from .flashinfer_common import Mode, common_reasons, padded_hidden, padding_text, unless_empty
-from .flashinfer_cute_common import MAX_ELEMENTS, cute_reasons, joined, routes, weight
+from .flashinfer_cute_common import cute_reasons, joined, routes, weight
 from .flashinfer_weights import PRODUCT_FACTOR, Placing
 
 MODE = Mode(NVFP4, "nvfp4", frozenset({100, 103}), frozenset(), KernelRows(UP_GATE, 256, 128, 128))
+MAX_ELEMENTS = 1 << 28
+"""Of the rows of all experts in one call, of which there are a few copies, some in float32."""
 _SUFFIX = "masked_nvfp4"
 
 
 def _block(call: ExpertsCall) -> torch.Tensor:
     experts, hidden_size = call.w2.codes.shape[:2]
     widest = max(hidden_size, call.w13.codes.shape[1])
-    most = max(1, MAX_ELEMENTS // (experts * widest * TILE_ROWS)) * TILE_ROWS
+    tiles = max(1, MAX_ELEMENTS // (experts * widest * TILE_ROWS))
+    most = TILE_ROWS << (tiles.bit_length() - 1)
     hidden, (ids, weights) = padded_hidden(call.hidden, hidden_size), routes(call)
     starts = range(0, len(hidden), most)
     outputs = [_piece(call, *(t[start : start + most] for t in (hidden, ids, weights))) for start in starts]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import E4M3_MAX
+from ..formats import E4M3_MAX, E4M3_MIN
 from .exactness import require_exact
 
 _SMALLEST = 2.0**-6
 _LARGEST_GLOBAL = 2.0**8
+_MAGNITUDES = 0x7777_7777_7777_7777
+"""Of the sixteen codes of a block, in one word."""
 
 
 def require_packable(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -29,12 +31,14 @@ def require_packable(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     Raises:
         InexactWeightsError: a block would become zero.
     """
-    value = scale.to(torch.float64)
-    largest = value.amax().clamp(min=torch.finfo(torch.float64).tiny)
+    bits = scale.view(torch.uint8)
+    largest = bits.amax().view(scale.dtype).to(torch.float64).clamp(min=E4M3_MIN)
     factor = torch.exp2((E4M3_MAX / largest).log2().floor())
-    empty = (codes.reshape(*scale.shape, -1) & 0x77 == 0).all(dim=-1)
+    # Bits of scales are in the order of the scales, and the smallest kept is a power of two, or below all of them.
+    kept = bits >= (_SMALLEST / factor).to(scale.dtype).view(torch.uint8)
+    zeros = codes.contiguous().view(torch.int64) & _MAGNITUDES == 0
     needed = "block scales within 2**-14 of the largest of all experts"
-    return require_exact(scale.view(torch.uint8), empty | (value * factor >= _SMALLEST), needed).view(scale.dtype)
+    return require_exact(bits, zeros | kept, needed).view(scale.dtype)
 
 
 def require_packable_globals(alpha: torch.Tensor) -> torch.Tensor:

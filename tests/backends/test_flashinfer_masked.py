@@ -104,6 +104,13 @@ def test_only_for_what_the_fused_kernel_does_not_know() -> None:
     assert not BACKEND.check(biased().spec, device("sm_120")).ok
 
 
+def test_what_would_allow_it_is_told() -> None:
+    (reason,) = BACKEND.check(replace(biased().spec, activation_format=None), ON).reasons
+    assert reason.hint == "options={'fp4moe.activation_format': 'nvfp4'} allows another kernel, which can"
+    (reason,) = BACKEND.check(case("cutedsl-mxfp8", bias=True).spec, ON).reasons
+    assert "activation_format" not in reason.hint
+
+
 def test_layers_alike_share_recipes() -> None:
     first, second = (plan(biased()).prepared for _ in range(2))
     assert len(first) == 8
