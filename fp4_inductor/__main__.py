@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from . import doctor
 from .bench import command as bench
+from .checkpoint import inspection
 from .errors import Fp4InductorError
 
-COMMANDS = (bench, doctor)
+COMMANDS = (bench, doctor, inspection)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -36,13 +36,10 @@ _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 def saves_packed(model: nn.Module) -> nn.Module:
     """Make ``model.save_pretrained`` write packed weights, if it is a model of transformers; in place."""
     transformers = sys.modules.get("transformers")
-    base: type = type(model)  # a compiled model only looks like one
-    if (
-        transformers is not None
-        and issubclass(base, transformers.PreTrainedModel)
-        and not issubclass(base, SavesPacked)
-    ):
-        model.__class__ = _saving_class(base)
+    # By its class: a compiled model only looks like one.
+    if transformers is not None and issubclass(type(model), transformers.PreTrainedModel):
+        base: Any = type(model)
+        model.__class__ = base if issubclass(base, SavesPacked) else _saving_class(base)
     return model
 
 
