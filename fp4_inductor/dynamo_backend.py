@@ -21,6 +21,7 @@ from .graph_breaks import report_broken_experts
 from .input_names import name_inputs, names_of_inputs
 from .lowering_pass import Lowering, fold_and_compile, lower
 from .options import Options, split_options
+from .probe import forget_trials
 from .report import LoweringReport, dump_graph, dump_report
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,7 @@ def _copy_graph(gm: fx.GraphModule) -> fx.Graph:
 
 def _reset() -> None:
     _warn_once.cache_clear()
+    forget_trials()
     if trees := sys.modules.get("torch._inductor.cudagraph_trees"):
         trees.reset_cudagraph_trees()
 

@@ -61,6 +61,11 @@ def probe(
     return _tried.get(key)
 
 
+def forget_trials() -> None:
+    """Let every kernel be tried again: what failed may have been cured."""
+    _tried.clear()
+
+
 def small_layer(spec: MoESpec) -> MoESpec:
     """``spec`` with as few experts as its router can choose from, all of them here."""
     router, top_k = spec.router, spec.top_k

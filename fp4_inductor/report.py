@@ -73,6 +73,7 @@ class SiteReport:
             "layout": selection.plan.layout if selection.plan else None,
             "padding": selection.plan.padding if selection.plan else None,
             "op": selection.plan.op if selection.plan else None,
+            "activations": selection.plan.activations if selection.plan else None,
             "verdicts": [verdict_json(verdict) for verdict in selection.verdicts],
             "weights": [_weight_json(weight) for weight in self.weights],
             "nodes_replaced": self.nodes_replaced,
@@ -248,7 +249,8 @@ def _runs_on(selection: Selection) -> str:
     if selection.plan is None:
         return "nothing: left as written, every call dequantises all experts"
     padding = f", pads {selection.plan.padding}" if selection.plan.padding else ""
-    return f"{selection.chosen} ({selection.plan.op}, layout {selection.plan.layout}{padding})"
+    rounds = f", rounds activations to {selection.plan.activations}" if selection.plan.activations else ""
+    return f"{selection.chosen} ({selection.plan.op}, layout {selection.plan.layout}{padding}{rounds})"
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:

@@ -105,7 +105,8 @@ def test_the_whole_decision_and_the_folded_weights(name: str, allowed: str | Non
     """With every library there: what runs, and each tensor that the folded graph is given, in its shape."""
     model = pack_experts(tiny_model("gpt_oss", layers=1), "mxfp4")
     device = replace(DeviceInfo.parse(name), libraries=WITH_FLASHINFER)
-    (site,) = explain(model, token_ids(), device=device, options=Options(activation_format=allowed)).sites
+    report = explain(model, token_ids(), device=device, options=Options(activation_format=allowed))
+    (site,) = report.sites
     assert site.selection.plan is not None
     assert (site.selection.chosen, site.selection.plan.op) == (chosen, f"fp4_inductor::{op}")
     spec = site.selection.spec
@@ -114,7 +115,10 @@ def test_the_whole_decision_and_the_folded_weights(name: str, allowed: str | Non
     ready = prepare(site.selection.plan, case.operands)
     told = {weight.name: (weight.shape, weight.dtype) for weight in site.weights if weight.prepared}
     assert told == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in ready.items()}
-    if chosen == "flashinfer_trtllm":
+    rounds = allowed if chosen == "flashinfer_trtllm" else None
+    assert site.to_json()["activations"] == rounds
+    assert ("rounds activations to mxfp8)" in str(report)) is (rounds is not None)
+    if rounds is not None:
         assert told["w13_trtllm_mxfp8"] == ((8, 256, 128), torch.uint8)  # H 256, I 128
         assert told["w13_scale_trtllm_mxfp8"] == ((8, 256, 8), torch.float8_e4m3fn)
 

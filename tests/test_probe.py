@@ -19,7 +19,7 @@ from fp4_inductor.backends import get_backend
 from fp4_inductor.backends.base import ExpertsCall, define_experts_op, experts_args
 from fp4_inductor.backends.flashinfer_common import PROBE_ERRORS
 from fp4_inductor.backends.reference import _moe as reference_moe
-from fp4_inductor.dynamo_backend import compile_with
+from fp4_inductor.dynamo_backend import compile_with, fp4moe
 from fp4_inductor.formats import MXFP4, NVFP4
 from fp4_inductor.plan import KernelPlan
 from fp4_inductor.probe import probe, small_layer
@@ -154,6 +154,15 @@ def test_of_a_long_text_the_error_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(probe_module, "_tried", {})
     run_as(monkeypatch, raising(RuntimeError("x" * 9999)))
     assert len(reason_of(choose()).got) < 400
+
+
+def test_what_failed_is_tried_again_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_as(monkeypatch, raising(FAILURES["no network"]))
+    assert choose().chosen == "cpu"
+    run_as(monkeypatch, reference_moe)
+    assert choose().chosen == "cpu"
+    fp4moe.reset()  # type: ignore[attr-defined]  # which torch._dynamo.reset() calls
+    assert choose().chosen == "probed"
 
 
 def test_named_it_is_an_error_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
