@@ -1,0 +1,165 @@
+"""Building the CPU kernel: once, whole, for this processor, with a word where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from moe_cases import make_case
+
+from fp4_inductor.backends import get_backend
+from fp4_inductor.device import DeviceInfo, cxx_compiler
+from fp4_inductor.errors import InvalidOptionError
+from fp4_inductor.formats import MXFP4
+from fp4_inductor.kernels import cpu_build
+from fp4_inductor.kernels.cpu_build import ISA_VARIABLE, BuildError, choose_isa, load_library, processor_isas
+from fp4_inductor.options import Options
+from fp4_inductor.reasons import ReasonCode
+from fp4_inductor.select import select
+
+CPU = DeviceInfo.parse("cpu")
+BUILD = "from fp4_inductor.kernels.cpu_build import load_library; print(load_library('portable', 'read').fp4_read)"
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Libraries go to a new folder, and nothing is remembered of those that were loaded."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    load_library.cache_clear()
+    yield tmp_path / "fp4_inductor"
+    load_library.cache_clear()
+
+
+def test_is_built_once_and_loaded_fast(empty_cache: Path) -> None:
+    load_library("portable", "read")
+    (built,) = empty_cache.iterdir()
+    made = built.stat().st_mtime_ns
+    load_library.cache_clear()
+    start = time.perf_counter()
+    load_library("portable", "read")
+    assert time.perf_counter() - start < 0.2
+    assert built.stat().st_mtime_ns == made
+
+
+def test_processes_that_build_at_once_leave_one_whole_library(empty_cache: Path) -> None:
+    running = [
+        subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for process in running:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        assert "_FuncPtr" in out
+    assert [path.suffix for path in empty_cache.iterdir()] == [".so"]
+
+
+def test_sources_flags_compiler_and_isa_make_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = {cpu_build._key("g++", isa) for isa in cpu_build.ISAS} | {cpu_build._key("clang++", "portable")}
+    assert len(keys) == len(cpu_build.ISAS) + 1
+    shutil.copytree(cpu_build._SOURCES, tmp_path / "cpu")
+    monkeypatch.setattr(cpu_build, "_SOURCES", tmp_path / "cpu")
+    assert cpu_build._key("g++", "portable") in keys
+    (tmp_path / "cpu" / "lanes.h").write_text("// other")
+    assert cpu_build._key("g++", "portable") not in keys
+
+
+@pytest.mark.parametrize("said", ["unknown processor", ""])
+def test_a_compiler_that_fails_is_quoted(
+    said: str, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(BuildError, match=said or "exit status 3") as failed:
+        load_library("portable", "read")
+    assert "cpu_aten" in str(failed.value)
+    assert not list(empty_cache.iterdir())
+
+
+def test_without_openmp_it_is_built_for_one_thread(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "c++"
+    real = cxx_compiler()
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) echo no -lgomp >&2; exit 1;; esac\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert load_library("portable", "read").fp4_read
+    assert "has no OpenMP" in caplog.text
+    assert "no -lgomp" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cpu_build._cache_folder() == tmp_path / ".cache" / "fp4_inductor"
+
+
+def test_without_a_compiler_plain_aten_runs_and_the_cure_is_told() -> None:
+    spec = make_case(MXFP4).spec
+    none = replace(CPU, libraries=())
+    selection = select(spec, none, Options())
+    assert selection.chosen == "cpu_aten"
+    (refused,) = (verdict for verdict in selection.verdicts if verdict.backend == "cpu")
+    (reason,) = refused.reasons
+    assert reason.code is ReasonCode.LIBRARY
+    assert "apt-get install g++" in reason.hint
+    assert select(spec, CPU, Options()).chosen == "cpu"
+
+
+def test_a_compiler_that_is_named_but_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert cxx_compiler() is None
+    monkeypatch.delenv("CXX")
+    assert cxx_compiler() is not None
+
+
+def test_a_model_is_compiled_on_plain_aten_where_the_compiler_fails(tmp_path: Path) -> None:
+    code = """
+import torch, logging
+from fp4_inductor.probe import probe
+from fp4_inductor.backends import get_backend
+from fp4_inductor.device import DeviceInfo
+from fp4_inductor.options import Options
+from fp4_inductor.select import select
+from functools import partial
+from moe_cases import make_case
+from fp4_inductor.formats import MXFP4
+device = DeviceInfo.parse("cpu")
+trial = partial(probe, device=device, where=torch.device("cpu"), launch=True)
+selection = select(make_case(MXFP4).spec, device, Options(), probe=trial)
+print(selection.chosen, *(reason.code.name for verdict in selection.verdicts if verdict.backend == "cpu"
+    for reason in verdict.reasons))
+"""
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    given = {**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["cpu_aten", "PROBE_FAILED"], done.stderr
+
+
+def test_float_activations_take_float_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = processor_isas()[0]
+    assert choose_isa(torch.bfloat16) == best
+    assert choose_isa(torch.float32) != "avx512_bf16"
+    monkeypatch.setenv(ISA_VARIABLE, "portable")
+    assert choose_isa(torch.bfloat16) == "portable"
+    monkeypatch.setenv(ISA_VARIABLE, "sse9")
+    with pytest.raises(InvalidOptionError, match="sse9"):
+        choose_isa(torch.bfloat16)
+
+
+def test_a_backend_is_asked_for_what_its_probe_may_raise() -> None:
+    assert BuildError in get_backend("cpu").probe_errors()  # type: ignore[attr-defined]
