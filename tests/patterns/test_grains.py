@@ -6,6 +6,7 @@ import pytest
 import torch
 from capture import capture
 from fp4_inductor.patterns.grains import global_grain
+from fp4_inductor.patterns.packing import Axis, Globals
 from fp4_inductor.patterns.weights import join_halves
 from test_separate_gate_up import TOKENS, H, SeparateMoE
 from torch import fx
@@ -63,6 +64,27 @@ def test_inverted_and_interleaved() -> None:
     source = Assembled(spread, (stored(E, 2),))
     assert global_grain(weight(source), GateUpOrder.INTERLEAVED) is HALF
     assert global_grain(weight(source), GateUpOrder.GATE_UP) is ROW
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "order", "grain"),
+    [
+        (("experts", "halves"), (E, 2), GateUpOrder.GATE_UP, HALF),
+        (("halves", "experts"), (2, E), GateUpOrder.UP_GATE, HALF),
+        (("experts", "pairs"), (E, 2), GateUpOrder.INTERLEAVED, HALF),
+        (("experts", "pairs"), (E, 2), GateUpOrder.GATE_UP, ROW),
+        (("halves",), (2,), GateUpOrder.GATE_UP, HALF),
+        (("rows",), (N,), GateUpOrder.GATE_UP, ROW),
+        (("experts",), (E,), GateUpOrder.GATE_UP, EXPERT),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("inverse", [False, True], ids=["", "divides"])
+def test_as_recognition_reads_them(
+    axes: tuple[Axis, ...], shape: tuple[int, ...], order: GateUpOrder, grain: GlobalGrain, inverse: bool
+) -> None:
+    source = Assembled(Globals(E, N, axes, inverse), (stored(*shape),))
+    assert global_grain(weight(source), order) is grain
 
 
 def test_many_rows_are_not_taken_for_alike() -> None:
