@@ -171,7 +171,8 @@ struct Lanes {
                                            0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
     const __m256i index = _mm256_and_si256(step % 2 ? _mm256_srli_epi16(codes, 4) : codes, _mm256_set1_epi8(15));
     const __m256i bytes = _mm256_slli_epi32(_mm256_shuffle_epi8(table, index), 24 - 8 * (step / 2));
-    return _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(0xFF000000)));
+    const __m256i top = step < 2 ? bytes : _mm256_and_si256(bytes, _mm256_set1_epi32(0xFF000000));
+    return _mm256_cvtepi32_ps(top);
   }
 
   static FP4_INLINE Sum add_product(Sum sum, Weights weights, const Input& input) {

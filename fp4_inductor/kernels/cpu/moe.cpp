@@ -21,6 +21,7 @@ constexpr bool kPairs = sizeof(Input) / Lanes::kSteps == 1;  // of bfloat16, in 
 // Pieces of work for each thread: more even out what threads are delayed by, fewer are longer streams of memory.
 constexpr int64_t kShares = 8;
 constexpr int64_t kOutShares = 2;  // these take equally long
+constexpr int64_t kSerialBytes = 1 << 18;  // of codes by slots, below which threads cost more than they bring
 
 struct Weight {
   const uint8_t* codes;   // [E, N / 16, K / 8, 16, 4]
@@ -180,7 +181,9 @@ class Layer {
     h_ = gathered_ + slots * inputs(call_.hidden_size);
     sums_ = call_.out_is_bfloat16 ? reinterpret_cast<float*>(h_ + slots * inputs(call_.intermediate_size))
                                   : static_cast<float*>(call_.out) + first_token * call_.hidden_size;
-#pragma omp parallel num_threads(call_.num_threads)
+    const int64_t rows = call_.intermediate_size * (call_.activation.gated ? 3 : 2);
+    const bool serial = slots * rows * call_.hidden_size / 2 < kSerialBytes;
+#pragma omp parallel num_threads(serial ? 1 : call_.num_threads)
     {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t p = 0; p < panels; ++p)
