@@ -7,6 +7,7 @@ distinct.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -231,6 +232,8 @@ def announce_build(name: str, duration: str) -> None:
     """Say, once, that a call is about to compile FlashInfer's module ``name``, if it is."""
     from flashinfer.jit import env
 
-    library = f"{name}/{name}.so"
-    if not any((folder / library).exists() for folder in (env.FLASHINFER_AOT_DIR, env.FLASHINFER_JIT_DIR)):
+    # Packages of modules that were compiled ahead of time have folders of their own.
+    ahead = getattr(env, "FLASHINFER_AOT_DIRS", (env.FLASHINFER_AOT_DIR,))
+    built = any((folder / name / f"{name}.so").exists() for folder in (*ahead, env.FLASHINFER_JIT_DIR))
+    if not built and not os.environ.get("FLASHINFER_DISABLE_JIT"):
         logger.warning("FlashInfer compiles %s, %s, once, into %s", name, duration, env.FLASHINFER_JIT_DIR)

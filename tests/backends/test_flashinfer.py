@@ -255,20 +255,32 @@ def test_layers_alike_share_recipes() -> None:
 def test_a_build_is_announced_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Any
 ) -> None:
-    env = ModuleType("env")
+    env, jit = ModuleType("env"), ModuleType("flashinfer.jit")
     env.FLASHINFER_AOT_DIR, env.FLASHINFER_JIT_DIR = tmp_path / "aot", tmp_path / "jit"  # type: ignore[attr-defined]
-    jit = ModuleType("flashinfer.jit")
     jit.env = env  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
-    (tmp_path / "aot" / "built").mkdir(parents=True)
-    (tmp_path / "aot" / "built" / "built.so").touch()
-    announce_build.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        for name in ("built", "absent", "absent"):
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    for folder, name in (("aot", "built"), ("jit", "kept"), ("wheel", "packaged")):
+        (tmp_path / folder / name).mkdir(parents=True)
+        (tmp_path / folder / name / f"{name}.so").touch()
+
+    def said(*names: str) -> list[str]:
+        caplog.clear()
+        for name in names:
             announce_build(name, "which takes long")
-    assert [record.message for record in caplog.records] == [
-        f"FlashInfer compiles absent, which takes long, once, into {tmp_path / 'jit'}"
-    ]
+        return [record.message for record in caplog.records]
+
+    announce_build.cache_clear()
+    told = "FlashInfer compiles {}, which takes long, once, into " + str(tmp_path / "jit")
+    with caplog.at_level(logging.WARNING):
+        assert said("built", "kept", "absent", "absent") == [told.format("absent")]
+        assert said("packaged") == [told.format("packaged")]
+        announce_build.cache_clear()
+        env.FLASHINFER_AOT_DIRS = (tmp_path / "aot", tmp_path / "wheel")  # type: ignore[attr-defined]
+        assert said("built", "packaged", "absent") == [told.format("absent")]
+        announce_build.cache_clear()
+        monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+        assert not said("absent"), "it will not be compiled"
     announce_build.cache_clear()
 
 
