@@ -54,22 +54,40 @@ def model_config(files: SafetensorsFiles, hf_kwargs: Mapping[str, Any]) -> Any:
             got=str(error),
             where=str(files.folder),
         ) from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # transformers must neither unpack nor refuse these weights
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config  # transformers must neither unpack nor refuse these weights
     return config
 
 
 def build_on_meta(config: Any, dtype: torch.dtype, experts_implementation: str, hf_kwargs: Mapping[str, Any]) -> Any:
-    """The model that ``config`` describes, unquantised and on the meta device."""
-    from transformers import AutoModelForCausalLM
+    """The model that ``config`` describes, unquantised and on the meta device.
 
+    Raises:
+        CheckpointError: transformers has no class for it.
+    """
     experts_interface.register()
-    auto_class: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        model = auto_class.from_config(config, dtype=dtype, **hf_kwargs)
+    try:
+        with torch.device("meta"):
+            model = _auto_class(config).from_config(config, dtype=dtype, **hf_kwargs)
+    except ValueError as error:
+        needed = "a language model, with images or without, that transformers knows"
+        raise CheckpointError("building the model", needed=needed, got=str(error).splitlines()[0]) from error
     if model._can_set_experts_implementation():  # some classes compute experts in one way only
         model.set_experts_implementation(experts_implementation)
     return model
+
+
+def _auto_class(config: Any) -> Any:
+    """The class that makes what the config's ``architectures`` names: text alone, or text and images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    named = (config.architectures or [""])[0]
+    classes: Any = AutoModelForImageTextToText._model_mapping
+    with_images = type(config) in classes
+    if with_images and type(config) in AutoModelForCausalLM._model_mapping:
+        with_images = classes[type(config)].__name__ == named
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
 def check_shapes(model: nn.Module, placements: Sequence[Placement]) -> dict[str, tuple[tuple[int, ...], bool]]:
@@ -219,16 +237,16 @@ def _kept_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
 
 
 def _compute_buffers(model: Any, module: nn.Module, device: torch.device) -> None:
-    """Let transformers compute a module's non-persistent buffers; NaN shows where it computed nothing."""
+    """Let transformers compute a module's non-persistent buffers, over ones and over zeros: what differs was not."""
     names = [name for name in module._non_persistent_buffers_set if module.get_buffer(name).is_meta]
     if not names:
         return
-    for name in names:
-        empty = module.get_buffer(name)
-        if not empty.is_floating_point():
-            raise CheckpointError("computing buffers", needed="floating-point ones", got=f"{name}: {empty.dtype}")
-        module._buffers[name] = torch.full_like(empty, float("nan"), device=device)
-    model._init_weights(module)
-    if left := [name for name in names if module.get_buffer(name).isnan().any()]:
+    computed = []
+    for poison in (1, 0):
+        for name in names:
+            module._buffers[name] = torch.full_like(module.get_buffer(name), poison, device=device)
+        model._init_weights(module)
+        computed.append([module.get_buffer(name) for name in names])
+    if left := [name for name, one, zero in zip(names, *computed, strict=True) if not torch.equal(one, zero)]:
         got = f"{some(left)} of {type(module).__name__} left empty"
         raise CheckpointError("computing buffers", needed="transformers to initialise them", got=got)

@@ -106,10 +106,13 @@ def compressed_tensors_of(model: Any) -> tuple[dict[str, torch.Tensor], dict[str
     named = {name: value.detach() for name, value in model.state_dict().items() if name not in packed | tied}
     # transformers takes stacked experts apart and knows their names. In place of packed weights it gets the numbers
     # of their rows, which say afterwards what went where.
-    for number, (path, module, weight) in enumerate(carriers):
-        named[f"{path}.{weight.name}"] = _row_numbers(module, weight) + number * _CARRIER
     tensors: dict[str, torch.Tensor] = {}
     rows: dict[str, torch.Tensor] = {}
+    turned = _turned_in_files(model)
+    for number, (path, module, weight) in enumerate(carriers):
+        name = f"{path}.{weight.name}"
+        of_file = rows if any(part in name for part in turned) else named
+        of_file[name] = _row_numbers(module, weight) + number * _CARRIER
     for name, value in revert_weight_conversion(model, named).items():
         (rows if value.dtype == _NUMBERS else tensors)[name] = value
     matrices: dict[str, tuple[nn.Module, CarriedWeight, torch.Tensor]] = {}
@@ -122,6 +125,20 @@ def compressed_tensors_of(model: Any) -> tuple[dict[str, torch.Tensor], dict[str
         tensors |= _parts(matrix.removesuffix(".weight"), module, weight, of_matrix)
     (fmt,) = formats
     return tensors, _quantization_config(fmt, ignored)
+
+
+def _turned_in_files(model: Any) -> list[str]:
+    """Parts of names whose parameters transformers stores with their axes swapped, by the shape of a parameter that a
+    packed model does not have: they keep their names."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    table = get_model_conversion_mapping(model, add_legacy=False)
+    return [
+        pattern
+        for entry in table
+        if any(type(operation).__name__ == "Transpose" for operation in getattr(entry, "operations", ()))
+        for pattern in entry.target_patterns
+    ]
 
 
 def _row_numbers(module: nn.Module, weight: CarriedWeight) -> torch.Tensor:

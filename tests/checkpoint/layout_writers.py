@@ -124,9 +124,26 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
     },
     "gpt_oss": {"num_local_experts": 4, "intermediate_size": 96, "sliding_window": 8},
+    "qwen3_vl_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 96,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    },
     "deepseek_v3": {"num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 96},
 }
+_VISION: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": {
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 64,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    },
+}
 PER_EXPERT = {
+    "qwen3_vl_moe": ("gate_proj", "up_proj", "down_proj"),
     "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
     "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),
     "gpt_oss": ("gate_proj", "up_proj", "down_proj"),
@@ -138,15 +155,18 @@ def model_config(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
     settings = {**COMMON, **CONFIGS.get(family, {}), **SIZES, **_EXPERTS[family], **changes}
+    if family in _VISION:
+        return AutoConfig.for_model(family, text_config=settings, vision_config=_VISION[family])
     return AutoConfig.for_model(family, **settings)
 
 
 def shapes_of(config: Any) -> dict[str, torch.Size]:
     """Of the parameters and buffers of the model that ``config`` describes."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    auto = AutoModelForImageTextToText if config.model_type in _VISION else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
     return {name: value.shape for name, value in model.state_dict().items() if name not in tied}
 

@@ -60,7 +60,7 @@ def test_experts_by_themselves_and_dense_layers(layout: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors mxfp4", "modelopt nvfp4"])
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_vl_moe"])
 def test_names_of_other_families(family: str, layout: str, tmp_path: Path) -> None:
     made = write_per_expert(tmp_path, layout, family, dense=False, num_experts_per_tok=2)
     model = load(tmp_path)
@@ -74,6 +74,8 @@ STACKED: dict[str, Callable[[Path], Checkpoint]] = {
     "qwen, K last, one each": lambda path: write_stacked(path, "qwen3_moe", k_first=False, scales="each"),
     "qwen, K last, pairs": lambda path: write_stacked(path, "qwen3_moe", k_first=False, scales="pair"),
     "gpt-oss, K last, pairs": lambda path: write_stacked(path, "gpt_oss", k_first=False, scales="pair"),
+    "with images, K last": lambda path: write_stacked(path, "qwen3_vl_moe", k_first=False),
+    "with images, K first": lambda path: write_stacked(path, "qwen3_vl_moe", k_first=True),
     "qwen, K first": lambda path: write_stacked(path, "qwen3_moe", k_first=True, scales="each"),
     "qwen, K last, mxfp4": lambda path: write_stacked(path, "qwen3_moe", k_first=False, is_e4m3=False),
     # 2I = H/2 makes the codes of gate_up square; only their scales say which axis is K.

@@ -64,8 +64,9 @@ def test_quantised_models_come_back(family: str, fmt: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("layout", ["modelopt nvfp4", "modelopt e4m3 per 32", "auto-round nvfp4", "deepseek"])
-def test_loaded_models_come_back(layout: str, tmp_path: Path) -> None:
-    write_per_expert(tmp_path / "first", layout)
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe"])
+def test_loaded_models_come_back(family: str, layout: str, tmp_path: Path) -> None:
+    write_per_expert(tmp_path / "first", layout, family)
     model: Any = load(tmp_path / "first")
     model.save_pretrained(tmp_path / "second")
     assert_same_weights(model, load(tmp_path / "second"))
