@@ -45,7 +45,7 @@ _SOURCES = Path(__file__).parent / "cpu"
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-shared")
 _OPENMP = "-fopenmp"
 _SECONDS = 300
-NO_COMPILER = "apt-get install g++ (or xcode-select --install), or name a compiler in the variable CXX"
+NO_COMPILER = "apt-get install g++, xcode-select --install, or name a compiler in the variable CXX"
 _NO_SUCCESS = "name another compiler in the variable CXX, or set options={'fp4moe.backend': 'cpu_aten'}"
 _lock = threading.Lock()
 

@@ -67,6 +67,7 @@ FP4_INLINE __m512 load_scales(const uint8_t* scales) {
 struct Lanes {
   static constexpr int kCount = 16;
   static constexpr int kSteps = 4;
+  static constexpr bool kPairs = true;
   static constexpr int kMaxTokens = 14;  // whose sums, twice, fit the registers
   using Input = uint32_t;                // two bfloat16
   using Sum = __m512;
@@ -104,6 +105,7 @@ struct Lanes {
 struct Lanes {
   static constexpr int kCount = 16;
   static constexpr int kSteps = 8;
+  static constexpr bool kPairs = false;
   static constexpr int kMaxTokens = 14;
   using Input = float;
   using Sum = __m512;
@@ -137,6 +139,7 @@ struct Lanes {
 struct Lanes {
   static constexpr int kCount = 8;
   static constexpr int kSteps = 8;
+  static constexpr bool kPairs = false;
   static constexpr int kMaxTokens = 7;
   using Input = float;
   using Sum = __m256;
@@ -190,6 +193,7 @@ struct Lanes {
 struct Lanes {
   static constexpr int kCount = 4;
   static constexpr int kSteps = 8;
+  static constexpr bool kPairs = false;
   static constexpr int kMaxTokens = 7;
   using Input = float;
   typedef float Sum __attribute__((vector_size(16)));

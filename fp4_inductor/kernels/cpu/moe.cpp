@@ -1,5 +1,5 @@
-// A mixture-of-experts block on packed FP4 weights: every byte of a routed expert is read once a call (or once in
-// max_tokens tokens), and no byte of another.
+// A mixture-of-experts block on packed FP4 weights. Every byte of a routed expert comes from memory once a call, or
+// once in max_tokens tokens, and no byte of another expert does.
 //
 // Slots, the (token, expert) pairs, are sorted by expert and cut into panels of up to Lanes::kMaxTokens slots of one
 // expert, whose activations stand step by step: [columns / 8][steps][slots]. Threads first gather the hidden states
@@ -16,7 +16,7 @@
 namespace {
 
 using Input = Lanes::Input;
-constexpr bool kPairs = sizeof(Input) / Lanes::kSteps == 1;  // of bfloat16, in place of float32
+constexpr bool kPairs = Lanes::kPairs;
 
 // Pieces of work for each thread: more even out what threads are delayed by, fewer are longer streams of memory.
 constexpr int64_t kShares = 8;
@@ -39,7 +39,7 @@ extern "C" struct Call {
   const int64_t* ids;       // [T, k]; others than experts count for nothing
   const float* weights;     // [T, k]
   void* out;                // [T, H]
-  void* scratch;            // scratch_bytes()
+  void* scratch;            // panels of hidden states and of h, and float32 sums [tokens, H] if out is bfloat16
   int64_t num_tokens, max_tokens, top_k, num_experts, hidden_size, intermediate_size;
   int32_t scale_kind, hidden_is_bfloat16, out_is_bfloat16, num_threads;
   Activation activation;
@@ -61,13 +61,17 @@ constexpr auto kProducts = products<kind>(std::make_integer_sequence<int, Lanes:
 class Matrix {
  public:
   Matrix(const Weight& weight, int64_t rows, int64_t columns, ScaleKind kind)
-      : weight_(weight), rows_(rows), columns_(columns), scale_columns_(columns / block_columns(kind)),
+      : weight_(weight),
+        rows_(rows),
+        columns_(columns),
+        scale_columns_(columns / block_columns(kind)),
         products_(kind == ScaleKind::kE8m0 ? kProducts<ScaleKind::kE8m0>.data() : kProducts<ScaleKind::kE4m3>.data()) {}
 
   // Sixteen rows of an expert by a panel, with row factors and biases: out [slots][16].
   void multiply_block(int64_t expert, int64_t block, const Input* panel, int64_t slots, float* out) const {
     const int64_t row = expert * rows_ + block * kRows;
-    products_[slots - 1](weight_.codes + row * columns_ / 2, weight_.scales + row * scale_columns_, panel, columns_, out);
+    const uint8_t* codes = weight_.codes + row * columns_ / 2;
+    products_[slots - 1](codes, weight_.scales + row * scale_columns_, panel, columns_, out);
     if (!weight_.factors && !weight_.bias) return;
     for (int64_t slot = 0; slot < slots; ++slot, out += kRows) {
       if (weight_.factors)
@@ -76,8 +80,6 @@ class Matrix {
         for (int i = 0; i < kRows; ++i) out[i] += weight_.bias[row + i];
     }
   }
-
-  int64_t columns() const { return columns_; }
 
  private:
   Weight weight_;
@@ -153,8 +155,10 @@ void gather_panel(const Call& call, const Routes& routes, const Panel& panel, in
 FP4_INLINE void put_rows(const float* rows, int64_t block, const Panel& panel, int64_t slot, Input* inputs) {
   Input* to = inputs + slot;
   if constexpr (kPairs) {
-    for (int i = 0; i < kRows; i += 2)
-      to[input_index(block * kRows + i) * panel.slots] = bfloat16_of(rows[i]) | uint32_t{bfloat16_of(rows[i + 1])} << 16;
+    for (int i = 0; i < kRows; i += 2) {
+      const uint32_t pair = bfloat16_of(rows[i]) | uint32_t{bfloat16_of(rows[i + 1])} << 16;
+      to[input_index(block * kRows + i) * panel.slots] = pair;
+    }
   } else {
     for (int i = 0; i < kRows; ++i) to[input_index(block * kRows + i) * panel.slots] = rows[i];
   }
