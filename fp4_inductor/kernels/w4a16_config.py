@@ -190,7 +190,7 @@ def choose_config(
 _DECODE_TOKENS = {90: 4}
 """Tokens up to which a family runs the kernels for few tokens, which take 8. Measured on an H200 over the layers of
 gpt-oss, Qwen3-30B-A3B and Mixtral 8x7B, as are the two below; other families are not."""
-_DECODE_WARPS = 7.5
+_DECODE_WARPS = 5.5
 """Warps a multiprocessor that a GEMM for few tokens should have at least."""
 _DECODE_STEPS = 16
 """Steps that a warp of it should make at most."""
