@@ -104,6 +104,8 @@ class SafetensorsFiles:
             entries = sorted(entry.name for entry in self.folder.iterdir())
             if any(entry.endswith(_PICKLES) for entry in entries):
                 hint = "save it again as safetensors: pickles run code when they are opened, so none is"
+            elif any(entry.endswith(".gguf") for entry in entries):
+                hint = "GGUF is not read: load the checkpoint in safetensors that it was converted from"
             else:
                 hint = "other formats can be saved again by transformers"
             self._refuse(f"{_SINGLE} or {_INDEX}", ", ".join(entries[:5]) or "nothing", hint)

@@ -33,6 +33,8 @@ def resolve_folder(path: str | os.PathLike[str], hf_kwargs: dict[str, Any]) -> P
         return folder
     if not _HUB_ID.fullmatch(os.fspath(path)) or folder.exists():
         now = "give the folder that holds config.json and the safetensors files, or a Hub id such as org/model"
+        if folder.suffix == ".gguf":
+            now = "GGUF is not read: load the checkpoint in safetensors that it was converted from"
         got = "a file" if folder.exists() else "no such folder"
         raise CheckpointError("opening a checkpoint", needed="a folder", got=got, where=str(path), now=now)
     try:

@@ -118,7 +118,9 @@ def test_inspect_reads_headers_only(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_inspect_knows_stacked_experts_and_biases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_gpt_oss(tmp_path / "a")
-    assert "swiglu(alpha=1.702, beta=1.0, limit=7.0) +bias" in inspected(capsys, str(tmp_path / "a"), "--device", "cpu")
+    assert "4x top-2 H=64 I=96 mxfp4×bfloat16 swiglu(alpha=1.702, beta=1.0" in inspected(
+        capsys, str(tmp_path / "a"), "--device", "cpu"
+    )
     write_stacked(tmp_path / "b", "qwen3_moe", k_first=False)
     assert "H=64 I=96 nvfp4" in inspected(capsys, str(tmp_path / "b"), "--device", "cpu")
     shutil.rmtree(tmp_path / "b" / "nothing", ignore_errors=True)
