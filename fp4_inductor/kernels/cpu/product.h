@@ -6,9 +6,10 @@
 #include "lanes.h"
 
 // How far ahead of use codes are fetched, in bytes: into the first cache, and across pages, where processors that
-// follow a stream by themselves stop.
+// follow a stream by themselves stop. Scales are few.
 constexpr int kNear = 1024;
 constexpr int kFar = 16384;
+constexpr int kScalesAhead = 2048;
 
 constexpr int block_columns(ScaleKind kind) { return kind == ScaleKind::kE8m0 ? 32 : 16; }
 
@@ -42,6 +43,7 @@ void multiply(const uint8_t* codes, const uint8_t* scales, const Lanes::Input* p
             part[step % kChains][t] = Lanes::add_product(part[step % kChains][t], weights, input[t]);
         }
       }
+      __builtin_prefetch(scale + kScalesAhead);
       const Lanes::Scale factor = Lanes::scale<kind>(scale);
 #pragma GCC unroll 16
       for (int t = 0; t < tokens; ++t) {
