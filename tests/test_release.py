@@ -28,7 +28,7 @@ from fp4_inductor.host_memory import HostMemory, is_on_host, move_to_host
 np = pytest.importorskip("numpy")
 OPTIONS = {"fp4moe.strict": True, "fp4moe.on_unsupported": "error", "fp4moe.release_original_weights": True}
 RELAID = ("gate_up_proj_packed", "gate_up_proj_block_scale", "gate_up_proj_bias")
-"""What the CPU backend re-lays of a gpt-oss layer, whose gate and up rows are interleaved."""
+"""What ``cpu_aten`` re-lays of a gpt-oss layer, whose gate and up rows are interleaved; the rest it reads as it is."""
 
 
 class _Pages:
@@ -58,7 +58,7 @@ def stack(seed: int = 1) -> MoEStack:
 
 
 def compiled(model: nn.Module, **more: Any) -> Any:
-    return torch.compile(model, backend="fp4moe", options={**OPTIONS, **more})
+    return torch.compile(model, backend="fp4moe", options={**OPTIONS, "fp4moe.backend": "cpu_aten", **more})
 
 
 def experts(model: nn.Module) -> Any:
@@ -113,7 +113,7 @@ def test_nothing_leaves_unasked(pages: Callable[[], int]) -> None:
 
 def test_copies_and_files_of_a_released_model(pages: Callable[[], int], tmp_path: Path) -> None:
     model = pack_experts(tiny_model("gpt_oss", layers=1), "mxfp4")
-    state = copied(model.state_dict())
+    state, other = copied(model.state_dict()), copy.deepcopy(model)
     check(compiled(MoEStack(model)), MoEStack(model))
     assert is_on_host(relaid(model)[0])
     same_state(copy.deepcopy(model).state_dict(), state)
@@ -125,10 +125,9 @@ def test_copies_and_files_of_a_released_model(pages: Callable[[], int], tmp_path
     pytest.importorskip("safetensors")
     from safetensors.torch import load_file
 
-    model.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    same_state(saved, {name: state[name] for name in saved})
-    assert {name for name in state if ".experts." in name} <= saved.keys()
+    for saved, name in ((model, "released"), (other, "whole")):
+        saved.save_pretrained(tmp_path / name)
+    same_state(*(load_file(tmp_path / name / "model.safetensors") for name in ("released", "whole")))
     assert repr(relaid(model)[0]) == repr(nn.Parameter(of_experts(state, RELAID[0]), requires_grad=False))
     model.to(torch.float32)
     assert torch.equal(relaid(model)[0], of_experts(state, RELAID[0]))
