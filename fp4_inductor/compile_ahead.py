@@ -51,8 +51,7 @@ def _calls(graph: fx.Graph) -> dict[torch.device, list[_Call]]:
     backends = {op: backend for backend in BACKENDS if isinstance(backend, AheadBackend) for op in backend.ops}
     found: dict[torch.device, list[_Call]] = {}
     seen = set()
-    for node in fused_calls(graph):
-        op: str = node.target.name()
+    for node, op in fused_calls(graph):
         values = fx.map_arg(node.args, lambda arg: arg.meta["val"])
         device = node.meta["val"].device
         if op not in backends or device.type != "cuda" or not all(map(_is_known, values)):
@@ -84,4 +83,5 @@ def _stand_in(value: object) -> object:
         return value
     if value.device.type == "cpu":  # a scalar, whose value compiles nothing else
         return torch.ones((), dtype=value.dtype)
-    return torch.empty([_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+    sizes = [size for size in map(_hint, value.shape) if size is not None]
+    return torch.empty(sizes, dtype=value.dtype, device="meta")

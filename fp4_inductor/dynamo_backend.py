@@ -153,8 +153,8 @@ def _outside_cuda_graphs(graph: fx.Graph) -> dict[str, Any]:
     from torch._inductor import config
 
     ops = {
-        node.target.name()
-        for node in fused_calls(graph)
+        op
+        for node, op in fused_calls(graph)
         if node.meta["val"].is_cuda and any(arg.meta["val"].device.type == "cpu" for arg in node.all_input_nodes)
     }
     return {"custom_should_partition_ops": [*config.custom_should_partition_ops, *sorted(ops)]} if ops else {}

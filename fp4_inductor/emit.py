@@ -63,9 +63,9 @@ class Emitted:
     weights: tuple[KernelWeight, ...]
 
 
-def fused_calls(graph: fx.Graph) -> list[fx.Node]:
-    """The calls that ``emit_plan`` wrote."""
-    return [node for node in graph.nodes if FUSED in node.meta]
+def fused_calls(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
+    """The calls that ``emit_plan`` wrote, and the qualified names of their ops."""
+    return [(node, node.target.name()) for node in graph.nodes if FUSED in node.meta]
 
 
 def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> Emitted:
@@ -87,6 +87,8 @@ def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> 
         ]
         fused = writer.call(resolve_op(plan.op), *args)
         fused.meta[FUSED] = backend
+        # Without them Inductor takes a call that a pass wrote for one that reads any strides, and drops our copies.
+        fused.meta["eager_input_vals"] = (fx.map_arg(tuple(args), lambda node: node.meta["val"]), {})
         weights = _weights(plan, operands, prepared)
         result = writer.shaped_like_output(writer.summed_slots(fused) if apart else fused)
     return Emitted(fused, result, weights)
@@ -105,6 +107,10 @@ def _weights(
             value = node.meta["val"]
             found.setdefault(node, KernelWeight(name, tuple(value.shape), value.dtype, PREPARED in node.meta))
     return tuple(found.values())
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
 
 
 class _Kind(NamedTuple):
@@ -145,7 +151,8 @@ class _Writer:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        values, keywords = (fx.map_arg(of, lambda n: n.meta["val"]) for of in (args, kwargs))
+        values: tuple[Any, ...] = fx.map_arg(args, _value)
+        keywords: dict[str, Any] = fx.map_arg(kwargs, _value)
         with self.fake_mode or contextlib.nullcontext():
             node.meta["val"] = target(*values, **keywords)
         node.meta.update({key: value for key, value in self.meta.items() if value})

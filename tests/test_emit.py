@@ -99,7 +99,7 @@ def test_scales_as_plain_bytes() -> None:
 
 def test_relayout_is_plain_aten_and_marked() -> None:
     case = make_case(MXFP4, w13_order=GateUpOrder.INTERLEAVED)
-    module, _, emitted = emit_into_graph(case, "cpu", {}, (7, 128))
+    module, _, emitted = emit_into_graph(case, "cpu_aten", {}, (7, 128))
     marked = [node for node in module.graph.nodes if PREPARED in node.meta]
     assert {node.meta[PREPARED] for node in marked} == {"w13_halves", "w13_scale_halves"}
     namespaces = {node.target.namespace for node in module.graph.nodes if node.op == "call_function"}
@@ -111,7 +111,7 @@ def test_relayout_is_plain_aten_and_marked() -> None:
         tensor = case.operands[operand]
         weight = weights[name]
         assert (weight.shape, weight.dtype, weight.num_bytes) == (tensor.shape, tensor.dtype, tensor.nbytes)
-    assert "fp4moe[cpu]" in emitted.fused.meta["stack_trace"]
+    assert "fp4moe[cpu_aten]" in emitted.fused.meta["stack_trace"]
     assert "user.py" in emitted.fused.meta["stack_trace"]
 
 
