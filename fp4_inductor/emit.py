@@ -89,8 +89,6 @@ def emit_plan(graph: fx.Graph, match: Match, plan: KernelPlan, backend: str) -> 
         fused.meta[FUSED] = backend
         # Without them Inductor takes a call that a pass wrote for one that reads any strides, and drops our copies.
         fused.meta["eager_input_vals"] = (fx.map_arg(tuple(args), lambda node: node.meta["val"]), {})
-        # Without them Inductor takes a call that a pass wrote for one that reads any strides, and drops our copies.
-        fused.meta["eager_input_vals"] = (fx.map_arg(tuple(args), lambda node: node.meta["val"]), {})
         weights = _weights(plan, operands, prepared)
         result = writer.shaped_like_output(writer.summed_slots(fused) if apart else fused)
     return Emitted(fused, result, weights)
