@@ -19,7 +19,7 @@ from torch._guards import detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .matching import Assembled, Match, nodes_of
+from .matching import WRITTEN, Assembled, Match, nodes_of
 from .plan import KernelPlan, Prepared, resolve_op
 from .spec import MoESpec, Operand
 
@@ -147,6 +147,7 @@ class _Writer:
         self.meta = {
             "stack_trace": match.output.meta.get("stack_trace", "") + frame,
             "nn_module_stack": match.output.meta.get("nn_module_stack"),
+            WRITTEN: True,
         }
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

@@ -13,6 +13,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from .formats import BlockFormat
 from .spec import MoESpec, Operand
 
+WRITTEN = "fp4_written"
+"""Key in ``fx.Node.meta`` of what a rewrite wrote: recognition takes nothing of it for a model's own."""
+
 
 class NoMatch(Exception):
     """Control flow of recognition: this is not the idiom. Never leaves ``find_matches``.

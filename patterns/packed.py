@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ..matching import WRITTEN
 from .graph_tools import CAST, aten, is_call, readers, tensor
 
 _GEMMS = frozenset(
@@ -54,7 +55,7 @@ def _is_packed(node: fx.Node) -> bool:
     pending, seen = [node], set()
     while pending:
         shown = pending.pop()
-        for reader, _ in readers(shown):
+        for reader in (reader for reader, _ in readers(shown) if WRITTEN not in reader.meta):
             if _takes_nibbles(reader):
                 return True
             if reader not in seen and (is_call(reader, *_PICKING) or _is_bytes(reader)):
@@ -82,7 +83,7 @@ def _takes_nibbles(node: fx.Node) -> bool:
     if name in _LOOK_UPS:  # in a table of all bytes, of one value or two
         table = tensor(node.args[0])
         return table is not None and table.shape[:1] == (256,) and table.numel() in (256, 512)
-    return bool(name) and not name.startswith(("aten::", "prims::", "fp4_inductor::"))  # the last: lowered already
+    return bool(name) and not name.startswith(("aten::", "prims::", "fp4_inductor::"))
 
 
 def _op_name(node: fx.Node) -> str:

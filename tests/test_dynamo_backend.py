@@ -183,15 +183,16 @@ def test_freezing_does_not_hide_the_weights(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_verification_names_the_faulty_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4_inductor.backends import cpu
+    from fp4_inductor.backends import cpu_aten
 
-    true_route = cpu._routes
+    true_route = cpu_aten._routes
 
     def misroute(ids: torch.Tensor, num_experts: int) -> Any:
         return true_route((ids + 1) % num_experts, num_experts)
 
-    monkeypatch.setattr(cpu, "_routes", misroute)
-    compiled = torch.compile(packed(), backend="fp4moe", options={"fp4moe.verify": "first_call"})
+    monkeypatch.setattr(cpu_aten, "_routes", misroute)
+    options = {"fp4moe.verify": "first_call", "fp4moe.backend": "cpu_aten"}
+    compiled = torch.compile(packed(), backend="fp4moe", options=options)
     with pytest.raises(VerificationError) as error:
         logits(compiled, token_ids())
     assert "model.layers.0.mlp" in str(error.value)
