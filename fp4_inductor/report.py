@@ -292,7 +292,7 @@ def log_report(report: LoweringReport) -> None:
             logger.debug("%s: %s", site.where, verdict)
     for group in _group_misses(report.near_misses):
         logger.warning(
-            "%s: no recognised MoE block reads %s; all experts are dequantised in every call (%s: %s)",
+            "%s: no recognised MoE block reads %s: dequantised whole in every call (%s: %s)",
             group[0].where,
             _anchors(group),
             group[0].pattern,

@@ -137,7 +137,7 @@ def test_log_levels(caplog: pytest.LogCaptureFixture) -> None:
     assert levels == ["INFO", "WARNING", "WARNING"]
     assert "model.layers.0.mlp" in caplog.messages[0]
     assert "CAPABILITY" in caplog.messages[1]
-    assert "all experts are dequantised in every call" in caplog.messages[2]
+    assert "dequantised whole in every call" in caplog.messages[2]
 
 
 def test_sizes_follow_the_format() -> None:
