@@ -28,7 +28,9 @@ def test_is_recognised_and_lowered_to_the_right_numbers(family: str, form: str) 
     for block in run.blocks:
         assert_close_per_token(block.fused, block.reference, torch.bfloat16)
         assert error(block.fused, block.reference) <= 1.25 * error(block.as_written, block.reference)
-    assert error(run.lowered, run.eager) < 3e-2
+    tokens = token_errors(run.lowered, run.eager)
+    assert float(tokens.median()) < 2e-2
+    assert int((tokens > 3e-2).sum()) <= len(tokens) // 10, "more than near ties, where rounding chooses the expert"
     got, recorded = outcomes(run), TABLE[family, form]
     assert not is_worse(got, recorded), f"worse than MODELS.md says: {got}"
     if SAME_RELEASE:
@@ -37,6 +39,10 @@ def test_is_recognised_and_lowered_to_the_right_numbers(family: str, form: str) 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
+
+
+def token_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    return (got.double() - want).norm(dim=-1).flatten() / want.norm(dim=-1).flatten()
 
 
 def test_every_family_of_this_release_is_in_the_table() -> None:
