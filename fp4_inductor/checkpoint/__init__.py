@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from .detect import LAYOUTS, find_weights
-from .files import SafetensorsFiles
+from .files import CheckpointFiles
 from .model import build_on_meta, check_shapes, fill, finish, model_config
 from .placing import place
 from .saving import saves_packed
-from .source import resolve_device, resolve_dtype, resolve_folder
+from .source import resolve_device, resolve_dtype, resolve_path
 
 __all__ = ["LAYOUTS", "load"]
 
@@ -32,7 +32,8 @@ def load(
     used.
 
     Args:
-        path: folder with ``config.json`` and safetensors in a supported layout (``LAYOUTS``), or a Hub id.
+        path: folder with ``config.json`` and safetensors in a supported layout (``LAYOUTS``), a GGUF file with
+            ``config.json`` beside it, or its folder, or a Hub id.
         device: of the parameters; None takes torch's default device.
         dtype: of everything that is not packed, and of what packed weights dequantise to; "auto" as the config says.
         experts_implementation: how transformers computes experts; "eager" cannot be compiled as one graph.
@@ -44,7 +45,7 @@ def load(
         CheckpointError: a layout that is not supported, or a file that does not fill the model exactly.
     """
     where = resolve_device(device, hf_kwargs.pop("device_map", None))
-    files = SafetensorsFiles(resolve_folder(path, hf_kwargs))
+    files = CheckpointFiles(resolve_path(path, hf_kwargs))
     dtype = resolve_dtype(dtype, hf_kwargs.pop("torch_dtype", None), files.config)
     weights = find_weights(files)
     model = build_on_meta(model_config(files, hf_kwargs), dtype, experts_implementation, hf_kwargs)

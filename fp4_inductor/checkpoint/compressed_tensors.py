@@ -14,7 +14,7 @@ import torch
 from ..errors import CheckpointError
 from ..formats import MXFP4
 from ..quant import PackedTensors
-from .files import SafetensorsFiles
+from .files import CheckpointFiles
 from .parts import require
 from .weights import Fp4Weight, block_format, packed
 
@@ -23,7 +23,7 @@ DESCRIPTION = "compressed-tensors NVFP4 or MXFP4 (weight_packed and weight_scale
 _CODES, _SCALE, _GLOBAL = ".weight_packed", ".weight_scale", ".weight_global_scale"
 
 
-def find(files: SafetensorsFiles) -> Iterator[Fp4Weight]:
+def find(files: CheckpointFiles) -> Iterator[Fp4Weight]:
     """The weights of this layout.
 
     Raises:
@@ -42,7 +42,7 @@ def find(files: SafetensorsFiles) -> Iterator[Fp4Weight]:
         yield _weight(files, base)
 
 
-def _weight(files: SafetensorsFiles, base: str) -> Fp4Weight:
+def _weight(files: CheckpointFiles, base: str) -> Fp4Weight:
     codes, scale = files.tensors[base + _CODES], files.tensors[base + _SCALE]
     fmt = block_format(f"reading {DESCRIPTION}", scale.dtype, codes.shape, scale.shape, base)
     has_global = base + _GLOBAL in files.tensors

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from ..quant import PackedTensors
-from .files import SafetensorsFiles
+from .files import CheckpointFiles
 from .weights import Fp4Weight, block_format, packed
 
 DESCRIPTION = "DeepSeek-V4 MXFP4 (int8 weight and e8m0 scale)"
@@ -19,7 +19,7 @@ _CODES, _SCALE = ".weight", ".scale"
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 
 
-def find(files: SafetensorsFiles) -> Iterator[Fp4Weight]:
+def find(files: CheckpointFiles) -> Iterator[Fp4Weight]:
     """The weights of this layout.
 
     Raises:
@@ -33,7 +33,7 @@ def find(files: SafetensorsFiles) -> Iterator[Fp4Weight]:
             yield _weight(files, key, key.removesuffix(_CODES) + _SCALE)
 
 
-def _weight(files: SafetensorsFiles, key: str, scale_key: str) -> Fp4Weight:
+def _weight(files: CheckpointFiles, key: str, scale_key: str) -> Fp4Weight:
     codes, scale = files.tensors[key], files.tensors[scale_key]
     fmt = block_format(f"reading {DESCRIPTION}", scale.dtype, codes.shape, scale.shape, key)
 

@@ -6,19 +6,19 @@ import re
 from functools import partial
 
 from ..errors import CheckpointError
-from . import compressed_tensors, deepseek_v4, fp8, gpt_oss, modelopt, openai_gpt_oss, torchao
-from .files import SafetensorsFiles
+from . import compressed_tensors, deepseek_v4, fp8, gguf, gpt_oss, modelopt, openai_gpt_oss, torchao
+from .files import CheckpointFiles
 from .parts import some
 from .refusals import refuse_by_name, refuse_left_over, refuse_ue5m3
 from .weights import Fp4Weight, PlainWeight, Weight
 
-LAYOUTS = (gpt_oss, openai_gpt_oss, modelopt, compressed_tensors, deepseek_v4, torchao)
+LAYOUTS = (gpt_oss, openai_gpt_oss, modelopt, compressed_tensors, deepseek_v4, torchao, gguf)
 
 ACTIVATION_SCALES = re.compile(r"[._](input_scale|input_scale_2|input_global_scale|output_scale|[qkv]_scale)$")
 """Scales of activations and of the cache: weights are FP4 here, what flows through them is not."""
 
 
-def find_weights(files: SafetensorsFiles) -> list[Weight]:
+def find_weights(files: CheckpointFiles) -> list[Weight]:
     """Every weight of the checkpoint, FP4 or not, under the name that an unquantised one would give it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint folder: headers first, then tensor by tensor through a memory map."""
+"""The files of a checkpoint, safetensors or GGUF: headers first, then tensor by tensor through a memory map."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import CheckpointError
-from .headers import StoredTensor, read_header
+from .gguf_header import is_gguf, read_gguf_header
+from .headers import Header, StoredTensor, read_header
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -20,35 +21,44 @@ _DROP_EVERY = 64 << 20
 """Bytes after which pages of the maps are given back, so that the file does not stay in memory beside the model."""
 
 
-class SafetensorsFiles:
-    """One file, or the shards that an index names.
+class CheckpointFiles:
+    """One file, the shards that an index names, or the parts of a split GGUF file.
 
     Attributes:
         folder: where they are.
         tensors: where each is, by name.
         metadata: text that the writer added, of all files.
+        is_gguf: whether the files are GGUF.
         config: ``config.json``, empty where there is none.
         quantization: what ``config.json`` and ``hf_quant_config.json`` say of it, the latter in ``config.json``'s keys.
 
     Raises:
-        CheckpointError: no such folder, no safetensors, or a file that cannot be read.
+        CheckpointError: no such folder, neither safetensors nor GGUF, or a file that cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, path: Path) -> None:
+        self.folder = folder = path.parent if path.is_file() else path
         self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, str] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         self._bytes_mapped = 0
-        index = self._index()
-        for name in sorted(set(index.values())) if index is not None else self._names_without_index():
-            header = read_header(folder / name)
+        index = None if path.is_file() else self._index()
+        names = [path.name] if path.is_file() else self._names_without_index() if index is None else index.values()
+        parts = []
+        for file in sorted({folder / name for name in names}):
+            gguf = is_gguf(file)
+            header = read_gguf_header(file) if gguf else read_header(file)
+            if gguf:
+                parts.append(header)
             if twice := sorted(self.tensors.keys() & header.tensors.keys()):
                 self._refuse("each tensor once", f"{twice[0]} in two files", "")
             self.tensors |= header.tensors
             self.metadata |= header.metadata
         if index is not None and (lost := sorted(index.keys() - self.tensors.keys())):
             self._refuse("every tensor that the index names", f"{len(lost)} missing, such as {lost[0]}", "")
+        self.is_gguf = bool(parts)
+        if parts:
+            self._check_parts(parts)
         self.config = self._read_json(folder / "config.json")
         self.quantization = self._quantization()
 
@@ -98,18 +108,29 @@ class SafetensorsFiles:
         shards = [re.fullmatch(r"(.+)-(\d+)-of-(\d+)\.safetensors", name) for name in names]
         series = {(shard[1], int(shard[3])) for shard in shards if shard}
         complete = all(shards) and len(series) == 1 and len(names) == next(iter(series))[1]
+        if not names:
+            names = sorted(path.name for path in self.folder.glob("*") if path.is_file() and is_gguf(path))
+            complete = bool(names)
         if _SINGLE in names:
             names = [_SINGLE]
         elif len(names) != 1 and not complete:
             entries = sorted(entry.name for entry in self.folder.iterdir())
             if any(entry.endswith(_PICKLES) for entry in entries):
                 hint = "save it again as safetensors: pickles run code when they are opened, so none is"
-            elif any(entry.endswith(".gguf") for entry in entries):
-                hint = "GGUF is not read: load the checkpoint in safetensors that it was converted from"
             else:
                 hint = "other formats can be saved again by transformers"
             self._refuse(f"{_SINGLE} or {_INDEX}", ", ".join(entries[:5]) or "nothing", hint)
         return names
+
+    def _check_parts(self, headers: list[Header]) -> None:
+        """Each part of a split GGUF file is there once, and no other file."""
+        said = [tuple(header.metadata.get(f"split.{name}", "0") for name in ("no", "count")) for header in headers]
+        if len(said) == 1 and said[0] in (("0", "0"), ("0", "1")):
+            return
+        if sorted(said) != sorted((str(number), str(len(said))) for number in range(len(said))):
+            got = ", ".join(f"part {number} of {count}" for number, count in said[:5])
+            now = "give the folder that holds all parts of one file and no other, or the path of a file that is whole"
+            self._refuse("one GGUF file, or all parts of one", got, now)
 
     def _quantization(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

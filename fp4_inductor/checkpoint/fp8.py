@@ -12,7 +12,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..quant.mxfp4 import decode_e8m0
-from .files import SafetensorsFiles
+from .files import CheckpointFiles
 from .weights import PlainWeight
 
 DESCRIPTION = "FP8 (float8_e4m3fn weight and its scale)"
@@ -22,7 +22,7 @@ _SCALES = ("weight_scale", "weight_scale_inv", "scale")
 _DEFAULT_TILE = (128, 128)
 
 
-def find(files: SafetensorsFiles) -> Iterator[PlainWeight]:
+def find(files: CheckpointFiles) -> Iterator[PlainWeight]:
     """The weights of this layout.
 
     Raises:
@@ -36,7 +36,7 @@ def find(files: SafetensorsFiles) -> Iterator[PlainWeight]:
             yield _weight(files, key, scale)
 
 
-def _weight(files: SafetensorsFiles, key: str, scale_key: str) -> PlainWeight:
+def _weight(files: CheckpointFiles, key: str, scale_key: str) -> PlainWeight:
     (rows, columns), scale = files.tensors[key].shape, files.tensors[scale_key].shape
     said = files.quantization.get("weight_block_size")
     tile = tuple(said) if isinstance(said, list) and len(said) == 2 else _DEFAULT_TILE

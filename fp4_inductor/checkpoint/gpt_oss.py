@@ -13,7 +13,7 @@ import torch
 from ..errors import CheckpointError
 from ..formats import MXFP4
 from ..quant import PackedTensors
-from .files import SafetensorsFiles
+from .files import CheckpointFiles
 from .parts import require
 from .weights import Fp4Weight, block_format, packed
 
@@ -22,7 +22,7 @@ DESCRIPTION = "gpt-oss MXFP4 as published for transformers (*_blocks and *_scale
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
-def find(files: SafetensorsFiles) -> Iterator[Fp4Weight]:
+def find(files: CheckpointFiles) -> Iterator[Fp4Weight]:
     """The weights of this layout.
 
     Raises:
@@ -38,7 +38,7 @@ def find(files: SafetensorsFiles) -> Iterator[Fp4Weight]:
         yield blocks_weight(files, name, name + _BLOCKS, name + _SCALES, DESCRIPTION)
 
 
-def blocks_weight(files: SafetensorsFiles, name: str, blocks: str, scales: str, layout: str) -> Fp4Weight:
+def blocks_weight(files: CheckpointFiles, name: str, blocks: str, scales: str, layout: str) -> Fp4Weight:
     """The weight ``name`` of blocks ``uint8 [E, N, K/32, 16]`` and their scales ``uint8 [E, N, K/32]``.
 
     Raises:

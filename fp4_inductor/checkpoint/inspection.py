@@ -17,25 +17,25 @@ from ..options import Options
 from ..select import select
 from ..spec import ActivationSpec, GateUpOrder, MoESpec
 from .detect import find_weights
-from .files import SafetensorsFiles
-from .source import resolve_folder
+from .files import CheckpointFiles
+from .source import resolve_path
 from .weights import Fp4Weight, Weight
 
 _EXPERT = re.compile(r"(.*\.experts)\.(?:(\d+)\.)?(\w+?)(?:\.weight)?")
-_BIAS = r"experts\.(\d+\.)?down_proj[_.]bias$|mlp2_bias$"
+_BIAS = r"experts\.(\d+\.)?down_proj[_.]bias$|mlp2_bias$|ffn_down_exps\.bias$"
 _DOWN = ("down_proj", "w2", "linear_2")
 
 
 def add_parser(commands: Any) -> None:
     """Add ``inspect`` to the command line."""
     parser = commands.add_parser("inspect", help="what an FP4 checkpoint holds, from its headers")
-    parser.add_argument("path", help="folder of a checkpoint, or a model of the Hub")
+    parser.add_argument("path", help="folder of a checkpoint, a GGUF file, or a model of the Hub")
     parser.add_argument("--device", help='"sm_90", "sm_100", "cpu" ...; by default this machine\'s')
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> None:
-    files = SafetensorsFiles(resolve_folder(args.path, {}))
+    files = CheckpointFiles(resolve_path(args.path, {}))
     device = DeviceInfo.parse(args.device) if args.device else DeviceInfo.current(_here())
     print("\n".join(describe(files, device)))
 
@@ -44,7 +44,7 @@ def _here() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def describe(files: SafetensorsFiles, device: DeviceInfo) -> list[str]:
+def describe(files: CheckpointFiles, device: DeviceInfo) -> list[str]:
     """The page that ``inspect`` prints.
 
     Raises:
@@ -71,7 +71,7 @@ def describe(files: SafetensorsFiles, device: DeviceInfo) -> list[str]:
     ]
 
 
-def _model_name(files: SafetensorsFiles) -> str:
+def _model_name(files: CheckpointFiles) -> str:
     names = files.config.get("architectures")
     name = names[0] if isinstance(names, list) and names else files.config.get("model_type")
     return str(name or "unknown: no architectures in config.json")
@@ -85,7 +85,7 @@ def _producer(quantization: dict[str, Any]) -> str:
     return " ".join(str(part) for part in (method, version) if part) or "not said"
 
 
-def _rows(files: SafetensorsFiles, weights: Sequence[Weight]) -> Iterator[tuple[str, ...]]:
+def _rows(files: CheckpointFiles, weights: Sequence[Weight]) -> Iterator[tuple[str, ...]]:
     """Weights that differ in their layer or expert alone stand in one row."""
     alike: dict[tuple[str, tuple[int, ...], str], list[Weight]] = defaultdict(list)
     for weight in weights:
@@ -130,7 +130,7 @@ def _down(fp4: Sequence[Fp4Weight]) -> list[_Experts]:
     ]
 
 
-def _blocks(files: SafetensorsFiles, fp4: Sequence[Fp4Weight]) -> list[MoESpec]:
+def _blocks(files: CheckpointFiles, fp4: Sequence[Fp4Weight]) -> list[MoESpec]:
     """Each kind of block by its sizes: a SwiGLU, with biases where the file has them, and routing that is given."""
     parts = [files.config, *(part for part in files.config.values() if isinstance(part, dict))]
     names = ("num_experts_per_tok", "experts_per_token", "moe_top_k", "top_k_experts")
@@ -163,7 +163,7 @@ def _blocks(files: SafetensorsFiles, fp4: Sequence[Fp4Weight]) -> list[MoESpec]:
     ]
 
 
-def _runs_on(files: SafetensorsFiles, fp4: Sequence[Fp4Weight], device: DeviceInfo) -> Iterator[str]:
+def _runs_on(files: CheckpointFiles, fp4: Sequence[Fp4Weight], device: DeviceInfo) -> Iterator[str]:
     """What every backend answers for the checkpoint's blocks."""
     blocks = _blocks(files, fp4)
     for spec in blocks:

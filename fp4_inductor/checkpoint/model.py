@@ -19,7 +19,7 @@ from ..modules import CarriedWeight, pack_parameter
 from ..quant import PackedTensors
 from . import openai_gpt_oss
 from .assemble import assemble, assembled_shape, orient, rows_of_pairs
-from .files import SafetensorsFiles
+from .files import CheckpointFiles
 from .parts import some
 from .placing import Placement
 from .weights import Fp4Weight, PlainWeight
@@ -27,7 +27,7 @@ from .weights import Fp4Weight, PlainWeight
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def model_config(files: SafetensorsFiles, hf_kwargs: Mapping[str, Any]) -> Any:
+def model_config(files: CheckpointFiles, hf_kwargs: Mapping[str, Any]) -> Any:
     """transformers' config of the model, without its quantisation.
 
     Raises:

@@ -15,7 +15,7 @@ import torch
 from ..errors import CheckpointError
 from ..formats import MXFP4, BlockFormat
 from ..quant import PackedTensors
-from .files import SafetensorsFiles
+from .files import CheckpointFiles
 from .parts import require
 from .weights import Fp4Weight, block_format, packed
 
@@ -24,7 +24,7 @@ DESCRIPTION = "ModelOpt or Quark NVFP4 or MXFP4 (uint8 weight and weight_scale)"
 _CODES = ".weight"
 
 
-def find(files: SafetensorsFiles) -> Iterator[Fp4Weight]:
+def find(files: CheckpointFiles) -> Iterator[Fp4Weight]:
     """The weights of this layout.
 
     Raises:
@@ -46,7 +46,7 @@ def _join(key: str, part: str) -> str:
     return f"{key.removesuffix(_CODES)}.{part}" if key.endswith(_CODES) else f"{key}_{part}"
 
 
-def _weight(files: SafetensorsFiles, key: str, scale_key: str) -> Fp4Weight:
+def _weight(files: CheckpointFiles, key: str, scale_key: str) -> Fp4Weight:
     global_key = _join(key, "weight_scale_2")
     has_global = global_key in files.tensors
     fmt, k_first = _read_shapes(files, key, scale_key)
@@ -72,7 +72,7 @@ def _weight(files: SafetensorsFiles, key: str, scale_key: str) -> Fp4Weight:
     return Fp4Weight(key, DESCRIPTION, fmt, (*shape[:-1], 2 * shape[-1]), keys, read)
 
 
-def _read_shapes(files: SafetensorsFiles, key: str, scale_key: str) -> tuple[BlockFormat, bool]:
+def _read_shapes(files: CheckpointFiles, key: str, scale_key: str) -> tuple[BlockFormat, bool]:
     """The format, and whether codes and scales are ``[E, K/2, N]`` and ``[E, K/bs, N]``."""
     codes, scale = files.tensors[key].shape, files.tensors[scale_key].shape
     did, dtype = f"reading {DESCRIPTION}", files.tensors[scale_key].dtype

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .files import SafetensorsFiles
+from .files import CheckpointFiles
 from .gpt_oss import blocks_weight
 from .parts import require
 from .weights import PlainWeight, Weight
@@ -38,12 +38,12 @@ _NAMES = {
 _QKV = r"block\.(\d+)\.attn\.qkv\.(weight|bias)"
 
 
-def claims(files: SafetensorsFiles) -> bool:
+def claims(files: CheckpointFiles) -> bool:
     """Whether the checkpoint is one of these."""
     return any(key.endswith(("mlp1_weight" + _BLOCKS, "mlp1_weight" + _SCALES)) for key in files.tensors)
 
 
-def find(files: SafetensorsFiles) -> Iterator[Weight]:
+def find(files: CheckpointFiles) -> Iterator[Weight]:
     """The weights of this layout, none for a checkpoint of another.
 
     Raises:
@@ -62,7 +62,7 @@ def find(files: SafetensorsFiles) -> Iterator[Weight]:
             yield _plain(files, name, key, slice(None))
 
 
-def text_config(files: SafetensorsFiles) -> Any:
+def text_config(files: CheckpointFiles) -> Any:
     """transformers' config of the model that OpenAI's own config describes.
 
     Raises:
@@ -116,7 +116,7 @@ def _name(key: str) -> str:
     return key
 
 
-def _split_qkv(files: SafetensorsFiles, key: str, layer: str, kind: str) -> Iterator[PlainWeight]:
+def _split_qkv(files: CheckpointFiles, key: str, layer: str, kind: str) -> Iterator[PlainWeight]:
     try:
         dim, heads, kv_heads = (
             int(files.config[entry]) for entry in ("head_dim", "num_attention_heads", "num_key_value_heads")
@@ -135,7 +135,7 @@ def _split_qkv(files: SafetensorsFiles, key: str, layer: str, kind: str) -> Iter
         raise CheckpointError(did, needed=f"{start} rows", got=str(files.tensors[key].shape[0]), where=key)
 
 
-def _plain(files: SafetensorsFiles, name: str, key: str, rows: slice) -> PlainWeight:
+def _plain(files: CheckpointFiles, name: str, key: str, rows: slice) -> PlainWeight:
     stored = files.tensors[key].shape
 
     def read() -> torch.Tensor:

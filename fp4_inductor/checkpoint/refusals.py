@@ -11,7 +11,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..formats import MXFP4
-from .files import SafetensorsFiles
+from .files import CheckpointFiles
 from .parts import some
 from .weights import Fp4Weight, Weight
 
@@ -40,7 +40,7 @@ _ROTATIONS = ("transform_config", "rotation_config", "hadamard_config")
 _LEFT = re.compile(r"[._](weight_scale|weight_scale_2|weight_scale_inv|weight_global_scale|weight_shape|scale)$")
 
 
-def refuse_by_name(files: SafetensorsFiles) -> None:
+def refuse_by_name(files: CheckpointFiles) -> None:
     """Refuse what tensors' names and the config give away.
 
     Raises:
@@ -60,7 +60,7 @@ def refuse_by_name(files: SafetensorsFiles) -> None:
             _refuse(files, f"weights in a rotated basis, whose activations must be rotated: {got}", [], _PLAIN)
 
 
-def refuse_ue5m3(files: SafetensorsFiles, weights: Iterable[Weight]) -> None:
+def refuse_ue5m3(files: CheckpointFiles, weights: Iterable[Weight]) -> None:
     """Refuse one byte a scale that the config does not call e8m0.
 
     Raises:
@@ -71,6 +71,7 @@ def refuse_ue5m3(files: SafetensorsFiles, weights: Iterable[Weight]) -> None:
         for weight in weights
         if isinstance(weight, Fp4Weight)
         and weight.format == MXFP4
+        and not files.is_gguf  # whose types say what scales are
         and files.tensors[weight.keys[1]].dtype == torch.uint8
     )
     said = list(_format_names(files.quantization))
@@ -80,7 +81,7 @@ def refuse_ue5m3(files: SafetensorsFiles, weights: Iterable[Weight]) -> None:
         _refuse(files, what, bytes_as_scales, cure)
 
 
-def refuse_left_over(files: SafetensorsFiles, claimed: Iterable[str]) -> None:
+def refuse_left_over(files: CheckpointFiles, claimed: Iterable[str]) -> None:
     """Refuse scales that no reader has claimed: part of the checkpoint is quantised in another way.
 
     Raises:
@@ -116,7 +117,7 @@ def _format_names(quantization: dict[str, Any]) -> Iterable[str]:
             yield name.lower()
 
 
-def _refuse(files: SafetensorsFiles, what: str, names: list[str], cure: str) -> NoReturn:
+def _refuse(files: CheckpointFiles, what: str, names: list[str], cure: str) -> NoReturn:
     raise CheckpointError(
         "reading a checkpoint",
         needed="FP4 weights that decode by codes, scales and a global scale alone",

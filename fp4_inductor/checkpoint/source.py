@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from .gguf_header import is_gguf
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def resolve_folder(path: str | os.PathLike[str], hf_kwargs: dict[str, Any]) -> Path:
-    """The local folder of a checkpoint; a model of the Hub is downloaded, or found where it was downloaded before.
+def resolve_path(path: str | os.PathLike[str], hf_kwargs: dict[str, Any]) -> Path:
+    """The local folder or GGUF file of a checkpoint; a model of the Hub is downloaded, or found where it was before.
 
     Only files at the top of a repository are taken: safetensors, and the texts beside them.
 
@@ -25,18 +26,18 @@ def resolve_folder(path: str | os.PathLike[str], hf_kwargs: dict[str, Any]) -> P
         hf_kwargs: ``revision``, ``cache_dir``, ``token`` and ``local_files_only`` are taken out.
 
     Raises:
-        CheckpointError: neither a folder nor a model of the Hub.
+        CheckpointError: neither a folder, nor a GGUF file, nor a model of the Hub.
     """
     hub = {name: hf_kwargs.pop(name) for name in _HUB_ARGUMENTS if name in hf_kwargs}
     folder = Path(path)
-    if folder.is_dir():
+    if folder.is_dir() or (folder.is_file() and is_gguf(folder)):
         return folder
     if not _HUB_ID.fullmatch(os.fspath(path)) or folder.exists():
-        now = "give the folder that holds config.json and the safetensors files, or a Hub id such as org/model"
-        if folder.suffix == ".gguf":
-            now = "GGUF is not read: load the checkpoint in safetensors that it was converted from"
+        now = "give the folder that holds config.json and the files of tensors, or a Hub id such as org/model"
         got = "a file" if folder.exists() else "no such folder"
-        raise CheckpointError("opening a checkpoint", needed="a folder", got=got, where=str(path), now=now)
+        raise CheckpointError(
+            "opening a checkpoint", needed="a folder, or a GGUF file", got=got, where=str(path), now=now
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

@@ -20,7 +20,7 @@ from ..formats import NVFP4
 from ..layouts.padding import round_up
 from ..layouts.scale_128x4 import TILE_ROWS, TILE_SCALES, from_scale_tiles
 from ..quant import PackedTensors
-from .files import SafetensorsFiles
+from .files import CheckpointFiles
 from .parts import require
 from .weights import Fp4Weight, block_format, packed
 
@@ -30,7 +30,7 @@ _CODES = re.compile(r"(.+)\._(\w+)_qdata")
 _E2M1 = "float4_e2m1fn_x2"
 
 
-def find(files: SafetensorsFiles) -> Iterator[Fp4Weight]:
+def find(files: CheckpointFiles) -> Iterator[Fp4Weight]:
     """The weights of this layout.
 
     Raises:
@@ -43,7 +43,7 @@ def find(files: SafetensorsFiles) -> Iterator[Fp4Weight]:
         yield _weight(files, name, prefix)
 
 
-def _weight(files: SafetensorsFiles, name: str, prefix: str) -> Fp4Weight:
+def _weight(files: CheckpointFiles, name: str, prefix: str) -> Fp4Weight:
     kind, said = _described(files, name)
     codes, scale = files.tensors[prefix + "qdata"], files.tensors[prefix + "scale"]
     size = said.get("block_size")
@@ -77,7 +77,7 @@ def _weight(files: SafetensorsFiles, name: str, prefix: str) -> Fp4Weight:
     return Fp4Weight(name, DESCRIPTION, fmt, (*codes.shape[:-1], 2 * codes.shape[-1]), keys, read)
 
 
-def _described(files: SafetensorsFiles, name: str) -> tuple[str, dict[str, Any]]:
+def _described(files: CheckpointFiles, name: str) -> tuple[str, dict[str, Any]]:
     """What the metadata says of a tensor: its class, and the class's attributes."""
     try:
         content = json.loads(files.metadata[name])

@@ -256,13 +256,6 @@ def test_no_pickle_is_opened(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_gguf_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model-mxfp4.gguf").write_bytes(b"GGUF")
-    for path in (tmp_path, tmp_path / "model-mxfp4.gguf"):
-        with pytest.raises(CheckpointError, match="GGUF is not read: load the checkpoint in safetensors"):
-            load(path)
-
-
 def test_a_file_beside_shards_that_do_not_name_it_is_two_checkpoints(tmp_path: Path) -> None:
     made = write_per_expert(tmp_path, "modelopt nvfp4", shards=2)
     made.rewrite()
