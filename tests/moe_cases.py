@@ -19,6 +19,22 @@ CLAMPED_SWIGLU = ActivationSpec("silu", alpha=1.702, beta=1.0, limit=2.0)
 
 RUNTIME_SWIGLU = ActivationSpec("silu", alpha=RUNTIME, beta=RUNTIME, limit=RUNTIME)
 
+ACTIVATIONS = [
+    SWIGLU,
+    CLAMPED_SWIGLU,
+    ActivationSpec("silu", limit=1.0),
+    ActivationSpec("gelu"),
+    ActivationSpec("gelu_tanh"),
+    ActivationSpec("relu"),
+    ActivationSpec("relu2", gated=False),
+    ActivationSpec("gelu", gated=False),
+    ActivationSpec("silu", alpha=RUNTIME, beta=RUNTIME, limit=RUNTIME, up_limit=RUNTIME),
+    ActivationSpec("silu", limit=0.5, bound="clamp_activated"),
+    ActivationSpec("gelu", limit=0.5, up_limit=1.5, bound="softcap"),
+    ActivationSpec("relu2", gated=False, limit=0.5),
+]
+"""Every kind and every bound, with knobs as literals and as operands."""
+
 
 @dataclass(frozen=True)
 class MoECase:
@@ -97,6 +113,17 @@ def make_case(
         if getattr(activation, field) is RUNTIME:
             operands[operand] = torch.tensor(value, dtype=torch.float64)
     return MoECase(spec, operands)
+
+
+def with_odd_block_scales(case: MoECase) -> MoECase:
+    """``case`` with some e4m3 block scales negative, and some negative zeros."""
+    operands = dict(case.operands)
+    for operand in (Operand.W13_SCALE, Operand.W2_SCALE):
+        bits = operands[operand].view(torch.uint8).clone()
+        bits[:, ::3] |= 0x80
+        bits[:, 1::7, ::2] = 0x80
+        operands[operand] = bits.view(torch.float8_e4m3fn)
+    return MoECase(case.spec, operands)
 
 
 def random_ids(num_tokens: int, spec: MoESpec, rng: torch.Generator, *, idle: bool, outside: bool) -> torch.Tensor:

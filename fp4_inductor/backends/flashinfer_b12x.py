@@ -43,13 +43,12 @@ from .flashinfer_cute_common import (
     cute_reasons,
     joined,
     needs_common_globals,
-    ones,
     pieces,
     routes,
     swiglu_knobs,
     weight,
 )
-from .flashinfer_weights import PRODUCT_FACTOR, Placing
+from .flashinfer_weights import PRODUCT_FACTOR, Placing, ones
 
 _SM_120_121 = frozenset({120, 121})
 _FUNCTIONS = frozenset({"Swiglu", "GegluTanh", "Relu2"})
@@ -228,7 +227,7 @@ def _globals(mode: Mode, placing: Placing, common: bool) -> dict[str, Prepared]:
         }
     return {
         "w13_global": Prepared(f"w13_factors_{suffix}", partial(_w13_factors, placing, common), (w13,)),
-        "w2_global": Prepared(f"w2_factors_{suffix}", partial(_w2_factors, placing), (w2,)),
+        "w2_global": Prepared(f"w2_factors_{suffix}", placing.product_globals, (w2,)),
     }
 
 
@@ -250,7 +249,3 @@ def _w13_factors(placing: Placing, common: bool, w13_global: torch.Tensor) -> to
     one = torch.ones_like(gate)
     scales = b12x_scales(gate, up, one, one, one * PRODUCT_FACTOR)
     return aligned_rows(scales.alpha1, scales.divide2)
-
-
-def _w2_factors(placing: Placing, w2_global: torch.Tensor) -> torch.Tensor:
-    return expert_globals(w2_global, placing.num_experts) * PRODUCT_FACTOR

@@ -43,7 +43,8 @@ PROBE_ERRORS: tuple[type[Exception], ...] = (
     *(ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError),
 )
 """What FlashInfer's functions raise where they cannot run. Not MemoryError, which is nobody's refusal."""
-_ANOTHER = "leave fp4moe.backend out, so that another backend is chosen"
+ANOTHER = "leave fp4moe.backend out, so that another backend is chosen"
+_MAX_EXPERTS, _MAX_TOP_K = 2048, 32
 _WEIGHTS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -88,10 +89,10 @@ def common_reasons(modes: Sequence[Mode], spec: MoESpec, device: DeviceInfo) -> 
     yield from _dtype_reasons(spec)
     for name, grain in (("w13", spec.w13_global), ("w2", spec.w2_global)):
         if grain is GlobalGrain.ROW:
-            yield Reason(ReasonCode.FORMAT, f"one global scale an expert in {name}", "one a row", _ANOTHER)
+            yield Reason(ReasonCode.FORMAT, f"one global scale an expert in {name}", "one a row", ANOTHER)
     if isinstance(spec.router, RouterSpec) and spec.router.num_null_experts:
         got = f"{spec.router.num_null_experts} null experts, which give a token expert 0 more than once"
-        yield Reason(ReasonCode.ROUTING, "distinct experts for each token", got, _ANOTHER)
+        yield Reason(ReasonCode.ROUTING, "distinct experts for each token", got, ANOTHER)
     if spec.local_experts is not None:
         got, cure = str(spec.local_experts), "keep all experts of a layer on one device"
         yield Reason(ReasonCode.PARALLEL, "every expert on this device", got, cure)
@@ -102,7 +103,15 @@ def half_reasons(spec: MoESpec, *, common: bool) -> Iterator[Reason]:
     if common and spec.w13_global is GlobalGrain.HALF:
         biased = " with biases" if spec.has_w13_bias else ""
         need = f"one global scale for gate and up of an expert, for {spec.activation}{biased}"
-        yield Reason(ReasonCode.FORMAT, need, "one for gate and one for up", _ANOTHER)
+        yield Reason(ReasonCode.FORMAT, need, "one for gate and one for up", ANOTHER)
+
+
+def limit_reasons(spec: MoESpec) -> Iterator[Reason]:
+    """More experts than kernels that sort routes by themselves have room for."""
+    limits = (("experts", spec.num_experts, _MAX_EXPERTS), ("experts a token", spec.top_k, _MAX_TOP_K))
+    for what, size, most in limits:
+        if size > most:
+            yield Reason(ReasonCode.SHAPE, f"at most {most} {what}", str(size), ANOTHER)
 
 
 def _mode_reasons(modes: Sequence[Mode], spec: MoESpec, device: DeviceInfo) -> Iterator[Reason]:
@@ -111,11 +120,11 @@ def _mode_reasons(modes: Sequence[Mode], spec: MoESpec, device: DeviceInfo) -> I
     if not here:
         known = sorted(frozenset().union(*(m.architectures for m in same_weights or modes)))
         need = f"one of {', '.join(f'sm_{arch}' for arch in known)}"
-        yield Reason(ReasonCode.CAPABILITY, need, str(device), _ANOTHER)
+        yield Reason(ReasonCode.CAPABILITY, need, str(device), ANOTHER)
     candidates = [m for m in same_weights if m in here or not here]
     if not candidates:
         need = " or ".join(map(str, here or modes)) + (f" on {device.arch_name}" if here else "")
-        yield Reason(ReasonCode.FORMAT, need, f"{spec.weight_format} weights", _ANOTHER)
+        yield Reason(ReasonCode.FORMAT, need, f"{spec.weight_format} weights", ANOTHER)
     elif not any(m.activations in (None, spec.activation_format) for m in candidates):
         lower = [m.activations for m in candidates if m.activations is not None]
         got = f"activations that may be no less than {_name(spec.act_dtype)}"
@@ -149,7 +158,7 @@ def _activation_reasons(modes: Sequence[Mode], spec: MoESpec, device: DeviceInfo
     function = activation_function(spec.activation)
     if mode is not None and function not in mode.functions:
         need = f"one of {', '.join(sorted(mode.functions))} for {mode}"
-        yield Reason(ReasonCode.ACTIVATION, need, f"{spec.activation}", _ANOTHER)
+        yield Reason(ReasonCode.ACTIVATION, need, f"{spec.activation}", ANOTHER)
 
 
 def _size_reasons(spec: MoESpec) -> Iterator[Reason]:

@@ -19,14 +19,13 @@ from ..plan import Prepared
 from ..reasons import Reason, ReasonCode
 from ..spec import ActivationSpec, MoESpec, Operand
 from .base import ExpertsCall
-from .flashinfer_common import Mode
+from .flashinfer_common import ANOTHER, Mode
 from .flashinfer_weights import Placing
 
 NO_LIMIT = torch.finfo(torch.float32).max
 MAX_ELEMENTS = 1 << 30
 """Of the hidden states of all routes in one call: kernels count in 32 bits, and keep them in a workspace."""
 _TRITON = "pip install triton"
-_ANOTHER = "leave fp4moe.backend out, so that another backend is chosen"
 _WORD = 4
 """float32 numbers in 16 bytes, to which pointers of the kernels are aligned."""
 
@@ -40,10 +39,10 @@ def cute_reasons(spec: MoESpec, device: DeviceInfo) -> Iterator[Reason]:
         )
     limit = spec.activation.limit
     if isinstance(limit, float | int) and not 0 < limit <= NO_LIMIT:
-        yield Reason(ReasonCode.ACTIVATION, "a limit above 0", str(limit), _ANOTHER)
+        yield Reason(ReasonCode.ACTIVATION, "a limit above 0", str(limit), ANOTHER)
     biases = [name for name, has in (("w13", spec.has_w13_bias), ("w2", spec.has_w2_bias)) if has]
     if biases:
-        yield Reason(ReasonCode.BIAS, "experts without biases", f"biases of {' and '.join(biases)}", _ANOTHER)
+        yield Reason(ReasonCode.BIAS, "experts without biases", f"biases of {' and '.join(biases)}", ANOTHER)
 
 
 def needs_common_globals(spec: MoESpec) -> bool:
@@ -88,22 +87,12 @@ def weight(name: str, suffix: str, mode: Mode, placing: Placing) -> dict[str, Pr
     }
 
 
-@cache
-def ones(name: str, suffix: str) -> Prepared:
-    """float32 [E] in the place of a format's global scales that it does not have."""
-    return Prepared(f"{name}_ones_{suffix}", _ones, (Operand(name),))
-
-
 def _codes(name: str, mode: Mode, placing: Placing, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return placing.codes(name, mode.weights, codes, scale)
 
 
 def _tiles(name: str, mode: Mode, placing: Placing, scale: torch.Tensor) -> torch.Tensor:
     return to_scale_tiles(placing.scales(name, mode.weights, scale)).view(mode.weights.scale_dtype)
-
-
-def _ones(codes: torch.Tensor) -> torch.Tensor:
-    return torch.ones(codes.shape[0], dtype=torch.float32, device=codes.device)
 
 
 def aligned_rows(*rows: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..layouts.kernel_scales import cutedsl_scales
 from ..layouts.scale_128x4 import mma_scale_view
 from ..plan import KernelPlan, PlanArg, Prepared
 from ..quant.nvfp4 import nvfp4_global_scale
-from ..reasons import Reason, ReasonCode, Verdict
+from ..reasons import Reason, Verdict
 from ..spec import MoESpec, Operand
 from .base import ExpertsCall, define_experts_op, experts_args
 from .flashinfer_common import (
@@ -35,6 +35,7 @@ from .flashinfer_common import (
     choose_mode,
     common_reasons,
     half_reasons,
+    limit_reasons,
     padded_hidden,
     padding_text,
     unless_empty,
@@ -44,14 +45,13 @@ from .flashinfer_cute_common import (
     cute_reasons,
     joined,
     needs_common_globals,
-    ones,
     pieces,
     routes,
     swiglu_knobs,
     weight,
 )
 from .flashinfer_masked import MODE, masked_plan, masked_reasons
-from .flashinfer_weights import PRODUCT_FACTOR, Placing
+from .flashinfer_weights import PRODUCT_FACTOR, Placing, ones
 
 _SM_100_103 = frozenset({100, 103})
 _FUNCTIONS = frozenset({"Swiglu", "GegluTanh", "Relu2"})
@@ -60,7 +60,6 @@ MODES = (
     Mode(NVFP4, "nvfp4", _SM_100_103, _FUNCTIONS, CUTEDSL_NVFP4),
     Mode(MXFP4, "mxfp8", _SM_100_103, _FUNCTIONS, CUTEDSL_MXFP4),
 )
-_MAX_EXPERTS, _MAX_TOP_K = 2048, 32
 
 
 def _bf16(call: ExpertsCall) -> torch.Tensor:
@@ -180,17 +179,7 @@ class FlashinferCutedslBackend:
 
 def _fused_reasons(spec: MoESpec, device: DeviceInfo) -> tuple[Reason, ...]:
     half = half_reasons(spec, common=needs_common_globals(spec))
-    return (*common_reasons(MODES, spec, device), *half, *cute_reasons(spec, device), *_limit_reasons(spec))
-
-
-def _limit_reasons(spec: MoESpec) -> list[Reason]:
-    cure = "leave fp4moe.backend out, so that another backend is chosen"
-    limits = (("experts", spec.num_experts, _MAX_EXPERTS), ("experts a token", spec.top_k, _MAX_TOP_K))
-    return [
-        Reason(ReasonCode.SHAPE, f"at most {most} {what}", str(size), cure)
-        for what, size, most in limits
-        if size > most
-    ]
+    return (*common_reasons(MODES, spec, device), *half, *cute_reasons(spec, device), *limit_reasons(spec))
 
 
 @cache

@@ -17,7 +17,7 @@ from ..device import DeviceInfo
 from ..formats import MXFP4, NVFP4
 from ..layouts.byte_views import view_as
 from ..layouts.cutlass_sm90 import to_sm90_scales, to_sm90_words
-from ..layouts.global_scales import expert_globals, linear_in_up
+from ..layouts.global_scales import linear_in_up
 from ..layouts.kernel_rows import CUTLASS_MXFP4_MXFP8, CUTLASS_MXFP4_SM90, CUTLASS_NVFP4
 from ..layouts.kernel_scales import cutlass_scales
 from ..layouts.scale_128x4 import to_scale_tiles
@@ -39,7 +39,7 @@ from .flashinfer_common import (
     padding_text,
     unless_empty,
 )
-from .flashinfer_weights import PRODUCT_FACTOR, Placing
+from .flashinfer_weights import PRODUCT_FACTOR, Placing, ones
 
 _FUNCTIONS = frozenset({"Swiglu", "SwigluStep", "Geglu", "GegluTanh", "Relu2", "Relu", "Silu", "Gelu"})
 _BLACKWELL = frozenset({100, 103, 120, 121})
@@ -166,9 +166,9 @@ def _weight(name: str, mode: Mode, placing: Placing, common: bool) -> dict[str, 
         f"{name}_scale": Prepared(f"{name}_scale_{suffix}", partial(_scales, name, mode, placing), (scale,)),
     }
     if mode.activations == "mxfp8":
-        ready[f"{name}_global"] = Prepared(f"{name}_ones_{suffix}", _ones, (codes,))
+        ready[f"{name}_global"] = ones(name, suffix)
     if mode.activations == "nvfp4":
-        factors = partial(_w13_factors, placing, common) if name == "w13" else partial(_w2_factors, placing)
+        factors = partial(_w13_factors, placing, common) if name == "w13" else placing.product_globals
         ready[f"{name}_global"] = Prepared(f"{name}_factors_{suffix}", factors, (glob,))
     return ready
 
@@ -191,20 +191,12 @@ def _scales(name: str, mode: Mode, placing: Placing, scale: torch.Tensor) -> tor
     return to_sm90_scales(placed) if mode.activations is None else view_as(to_scale_tiles(placed), torch.int32)
 
 
-def _ones(codes: torch.Tensor) -> torch.Tensor:
-    return torch.ones(codes.shape[0], dtype=torch.float32, device=codes.device)
-
-
 def _w13_factors(placing: Placing, common: bool, global_scale: torch.Tensor) -> torch.Tensor:
     """float32 [3, E]: gate's factor, what products are quantised by, what beta is divided by."""
     gate, up = placing.globals(common, global_scale)
     one = torch.ones_like(gate)
     scales = cutlass_scales(gate, up, one, one, one * PRODUCT_FACTOR)
     return torch.stack((scales.alpha1, scales.quantise2, scales.beta_unit))
-
-
-def _w2_factors(placing: Placing, global_scale: torch.Tensor) -> torch.Tensor:
-    return expert_globals(global_scale, placing.num_experts) * PRODUCT_FACTOR
 
 
 def _rounded_bias(name: str, placing: Placing, bias: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ import torch
 from ..device import DeviceInfo
 from ..formats import NVFP4
 from ..layouts.gate_up import UP_GATE
-from ..layouts.global_scales import expert_globals
 from ..layouts.kernel_rows import KernelRows
 from ..layouts.scale_128x4 import TILE_ROWS, mma_scale_view
 from ..plan import KernelPlan, PlanArg, Prepared
@@ -137,7 +136,7 @@ def _factors(placing: Placing) -> dict[str, Prepared]:
     }
     return {
         "w13_global": Prepared(f"w13_units_{_SUFFIX}", partial(_w13_units, placing), (w13,)),
-        "w2_global": Prepared(f"w2_unit_{_SUFFIX}", partial(_w2_unit, placing), (w2,)),
+        "w2_global": Prepared(f"w2_unit_{_SUFFIX}", placing.product_globals, (w2,)),
         **biases,
     }
 
@@ -146,10 +145,6 @@ def _w13_units(placing: Placing, w13_global: torch.Tensor) -> torch.Tensor:
     """float32 [E, 2] up's and gate's factors, or [E, 1]."""
     gate, up = placing.globals(False, w13_global)
     return gate.unsqueeze(1) if up is None else torch.stack((up, gate), dim=1)
-
-
-def _w2_unit(placing: Placing, w2_global: torch.Tensor) -> torch.Tensor:
-    return expert_globals(w2_global, placing.num_experts) * PRODUCT_FACTOR
 
 
 def _bias(name: str, placing: Placing, bias: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,12 @@ import torch
 
 from ..device import DeviceInfo
 from ..formats import MXFP4, NVFP4
-from ..layouts.global_scales import expert_globals
 from ..layouts.kernel_rows import TRTLLM_MXFP4, TRTLLM_NVFP4
 from ..layouts.kernel_scales import TrtllmScales, bias_in_units, in_units, trtllm_scales
 from ..layouts.trtllm import shuffle_rows, to_trtllm_scales
 from ..plan import KernelPlan, PlanArg, Prepared
 from ..quant.nvfp4 import nvfp4_global_scale
-from ..reasons import Reason, ReasonCode, Verdict
+from ..reasons import Verdict
 from ..spec import MoESpec, Operand
 from .base import ExpertsCall, RouterCall, define_experts_op, define_routed_op, experts_args, routed_args
 from .flashinfer_common import (
@@ -35,6 +34,7 @@ from .flashinfer_common import (
     choose_mode,
     common_reasons,
     half_reasons,
+    limit_reasons,
     padded_hidden,
     padding_text,
     unless_empty,
@@ -48,7 +48,6 @@ MODES = (
     Mode(MXFP4, "mxfp8", _SM_100_103, frozenset({"Swiglu", "Relu2"}), TRTLLM_MXFP4),
     Mode(NVFP4, "nvfp4", _SM_100_103, frozenset({"Swiglu", "SwigluStep", "Relu2"}), TRTLLM_NVFP4),
 )
-_MAX_EXPERTS, _MAX_TOP_K = 2048, 32
 MAX_TOKENS = 1 << 18
 """Of one call; the kernels take about 300 thousand."""
 
@@ -182,7 +181,7 @@ class FlashinferTrtllmBackend:
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
         half = half_reasons(spec, common=_needs_common_globals(spec))
-        return Verdict(self.name, (*common_reasons(MODES, spec, device), *half, *_limit_reasons(spec)))
+        return Verdict(self.name, (*common_reasons(MODES, spec, device), *half, *limit_reasons(spec)))
 
     def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
         """First where the user allows the rounding that its kernels are there for; ``triton_w4a16`` before the others,
@@ -215,15 +214,6 @@ class FlashinferTrtllmBackend:
 def _needs_common_globals(spec: MoESpec) -> bool:
     """One limit meets gate and up in the units of their accumulators."""
     return spec.activation.limit is not None
-
-
-def _limit_reasons(spec: MoESpec) -> list[Reason]:
-    reasons = []
-    for what, size, most in (("experts", spec.num_experts, _MAX_EXPERTS), ("experts a token", spec.top_k, _MAX_TOP_K)):
-        if size > most:
-            cure = "leave fp4moe.backend out, so that another backend is chosen"
-            reasons.append(Reason(ReasonCode.SHAPE, f"at most {most} {what}", str(size), cure))
-    return reasons
 
 
 @cache
@@ -263,7 +253,7 @@ def _w13_factors(placing: Placing, common: bool, global_scale: torch.Tensor) -> 
 
 
 def _w2_factors(placing: Placing, global_scale: torch.Tensor) -> torch.Tensor:
-    return expert_globals(nonzero(global_scale), placing.num_experts) * PRODUCT_FACTOR
+    return placing.product_globals(nonzero(global_scale))
 
 
 def _bias(name: str, placing: Placing, bias: torch.Tensor) -> torch.Tensor:

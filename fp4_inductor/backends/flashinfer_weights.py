@@ -6,6 +6,7 @@ Tensors are prepared from canonical operands. NVFP4 block scales are unsigned th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -15,7 +16,8 @@ from ..layouts.global_scales import common_globals, expert_globals, gate_up_glob
 from ..layouts.kernel_rows import KernelRows
 from ..layouts.lane_scales import absorb_scale_signs
 from ..layouts.padding import fit_columns, fit_gate_up, fit_rows, round_up
-from ..spec import MoESpec
+from ..plan import Prepared
+from ..spec import MoESpec, Operand
 
 PRODUCT_FACTOR = 2.0**-3
 """What e4m3 times e2m1 is multiplied by before the down projection, where products of gate and up become NVFP4.
@@ -30,6 +32,16 @@ _NEXT_TO_ZERO = 2.0**-64
 def nonzero(global_scale: torch.Tensor) -> torch.Tensor:
     """Global scales to divide by: for zero, an expert's whose weights all are, one too small to show in a result."""
     return torch.where(global_scale == 0, _NEXT_TO_ZERO, global_scale)
+
+
+@cache
+def ones(name: str, suffix: str) -> Prepared:
+    """float32 [E] in the place of a format's global scales that it does not have; ``name``: w13 or w2."""
+    return Prepared(f"{name}_ones_{suffix}", _ones, (Operand(name),))
+
+
+def _ones(codes: torch.Tensor) -> torch.Tensor:
+    return torch.ones(codes.shape[0], dtype=torch.float32, device=codes.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,10 @@ class Placing:
         """Block scales' bits, uint8, without signs."""
         bits = scale.view(torch.uint8)
         return self.matrix(name, bits & 0x7F if fmt.scale_encoding == "e4m3" else bits, fmt.block_size)
+
+    def product_globals(self, w2_global: torch.Tensor) -> torch.Tensor:
+        """w2's factors float32 [E] for products that were quantised with ``PRODUCT_FACTOR``."""
+        return expert_globals(w2_global, self.num_experts) * PRODUCT_FACTOR
 
     def globals(self, common: bool, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gate's and up's factors float32 [E]; the only one and None where nothing is gated.

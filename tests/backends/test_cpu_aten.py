@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_cases import CLAMPED_SWIGLU, SWIGLU, MoECase, make_case
+from moe_cases import ACTIVATIONS, CLAMPED_SWIGLU, MoECase, make_case
 from tolerances import assert_close_per_token
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,24 +18,10 @@ from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
 from fp4_inductor.kernels import cpu_aten
 from fp4_inductor.plan import resolve_op, run_plan
 from fp4_inductor.quant import dequantize
-from fp4_inductor.spec import RUNTIME, ActivationSpec, GateUpOrder, Operand
+from fp4_inductor.spec import ActivationSpec, GateUpOrder, Operand
 
 CPU = DeviceInfo.parse("cpu")
 NVFP4_BLOCKS_OF_32 = BlockFormat("nvfp4", 32, "e4m3", has_global_scale=True)
-ACTIVATIONS = [
-    SWIGLU,
-    CLAMPED_SWIGLU,
-    ActivationSpec("silu", limit=1.0),
-    ActivationSpec("gelu"),
-    ActivationSpec("gelu_tanh"),
-    ActivationSpec("relu"),
-    ActivationSpec("relu2", gated=False),
-    ActivationSpec("gelu", gated=False),
-    ActivationSpec("silu", alpha=RUNTIME, beta=RUNTIME, limit=RUNTIME, up_limit=RUNTIME),
-    ActivationSpec("silu", limit=0.5, bound="clamp_activated"),
-    ActivationSpec("gelu", limit=0.5, up_limit=1.5, bound="softcap"),
-    ActivationSpec("relu2", gated=False, limit=0.5),
-]
 
 
 def run(case: MoECase) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flashinfer_stand_in import CUTLASS, FP4_QUANTIZE, MXFP8_QUANTIZE, TRTLLM, stand_in
-from moe_cases import CLAMPED_SWIGLU, RUNTIME_SWIGLU, SWIGLU, MoECase, make_case
+from moe_cases import CLAMPED_SWIGLU, RUNTIME_SWIGLU, SWIGLU, MoECase, make_case, with_odd_block_scales
 from tolerances import assert_close_per_token
 
 from fp4_inductor import DeviceInfo
@@ -220,14 +220,7 @@ def test_globals_of_zero(mode: str, zero: str, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mode", NVFP4_MODES)
 def test_negative_and_zero_block_scales(mode: str) -> None:
     """The kernels read magnitudes."""
-    made = case(mode)
-    operands = dict(made.operands)
-    for operand in (Operand.W13_SCALE, Operand.W2_SCALE):
-        bits = operands[operand].view(torch.uint8).clone()
-        bits[:, ::3] |= 0x80
-        bits[:, 1::7, ::2] = 0x80
-        operands[operand] = bits.view(torch.float8_e4m3fn)
-    check(mode, MoECase(made.spec, operands))
+    check(mode, with_odd_block_scales(case(mode)))
 
 
 @pytest.mark.parametrize("mode", NVFP4_MODES)

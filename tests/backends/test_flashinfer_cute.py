@@ -11,7 +11,7 @@ import pytest
 import torch
 from flashinfer_cute_stand_in import B12X, CUTEDSL, b12x_fused_moe, stand_in
 from flashinfer_stand_in import FP4_QUANTIZE, MXFP8_QUANTIZE
-from moe_cases import CLAMPED_SWIGLU, RUNTIME_SWIGLU, SWIGLU, MoECase, make_case
+from moe_cases import CLAMPED_SWIGLU, RUNTIME_SWIGLU, SWIGLU, MoECase, make_case, with_odd_block_scales
 from test_flashinfer import exact_in_nvfp4, with_gate_and_up
 from tolerances import assert_close_per_token
 
@@ -184,14 +184,7 @@ def test_globals_by_row_are_refused(mode: str) -> None:
 @pytest.mark.parametrize("mode", NVFP4_MODES)
 def test_negative_and_zero_block_scales(mode: str) -> None:
     """The kernels read magnitudes."""
-    made = case(mode)
-    operands = dict(made.operands)
-    for operand in (Operand.W13_SCALE, Operand.W2_SCALE):
-        bits = operands[operand].view(torch.uint8).clone()
-        bits[:, ::3] |= 0x80
-        bits[:, 1::7, ::2] = 0x80
-        operands[operand] = bits.view(torch.float8_e4m3fn)
-    check(mode, MoECase(made.spec, operands))
+    check(mode, with_odd_block_scales(case(mode)))
 
 
 @pytest.mark.parametrize("mode", QUANTISED)

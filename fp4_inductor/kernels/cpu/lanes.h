@@ -46,40 +46,45 @@ constexpr uint32_t kQuietNan = 0x7FC00000;
 
 #if defined(FP4_AVX512BF16) || defined(FP4_AVX512)
 
-template <ScaleKind kind>
-FP4_INLINE __m512 load_scales(const uint8_t* scales) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
-  if constexpr (kind == ScaleKind::kE4m3) {
-    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
-  } else {
-    const __m512i exponent = _mm512_cvtepu8_epi32(bytes);
-    const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(exponent, 23), _mm512_set1_epi32(kE8m0Smallest));
-    const __mmask16 nan = _mm512_cmpeq_epi32_mask(exponent, _mm512_set1_epi32(255));
-    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(kQuietNan)));
+// What both ways of AVX-512 to multiply have in common.
+struct Avx512Lanes {
+  static constexpr int kCount = 16;
+  static constexpr int kMaxTokens = 14;  // whose sums, twice, fit the registers
+  using Sum = __m512;
+  using Scale = __m512;
+  using Codes = __m512i;
+
+  static FP4_INLINE Sum zero() { return _mm512_setzero_ps(); }
+  static FP4_INLINE Codes load(const uint8_t* codes) { return _mm512_loadu_si512(codes); }
+
+  template <ScaleKind kind>
+  static FP4_INLINE Scale scale(const uint8_t* scales) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
+    if constexpr (kind == ScaleKind::kE4m3) {
+      return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
+    } else {
+      const __m512i exponent = _mm512_cvtepu8_epi32(bytes);
+      const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(exponent, 23), _mm512_set1_epi32(kE8m0Smallest));
+      const __mmask16 nan = _mm512_cmpeq_epi32_mask(exponent, _mm512_set1_epi32(255));
+      return _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(kQuietNan)));
+    }
   }
-}
+
+  static FP4_INLINE Sum add(Sum a, Sum b) { return _mm512_add_ps(a, b); }
+  static FP4_INLINE Sum add_scaled(Sum sum, Sum block, Scale scale) { return _mm512_fmadd_ps(block, scale, sum); }
+  static FP4_INLINE void store(float* out, Sum sum) { _mm512_storeu_ps(out, sum); }
+};
 
 #endif
 
 #if defined(FP4_AVX512BF16)
 
 // Products of bfloat16 pairs, exact, summed in float32. Every e2m1 value times a block scale is exact in bfloat16.
-struct Lanes {
-  static constexpr int kCount = 16;
+struct Lanes : Avx512Lanes {
   static constexpr int kSteps = 4;
   static constexpr bool kPairs = true;
-  static constexpr int kMaxTokens = 14;  // whose sums, twice, fit the registers
-  using Input = uint32_t;                // two bfloat16
-  using Sum = __m512;
-  using Scale = __m512;
-  using Codes = __m512i;
+  using Input = uint32_t;  // two bfloat16
   using Weights = __m512i;
-
-  static FP4_INLINE Sum zero() { return _mm512_setzero_ps(); }
-  static FP4_INLINE Codes load(const uint8_t* codes) { return _mm512_loadu_si512(codes); }
-
-  template <ScaleKind kind>
-  static FP4_INLINE Scale scale(const uint8_t* scales) { return load_scales<kind>(scales); }
 
   // Bit 4 of an index is the next nibble's: the table holds the sixteen values twice, so it need not be cleared.
   static FP4_INLINE Weights weights(Codes codes, int step) {
@@ -94,30 +99,15 @@ struct Lanes {
     asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(pairs), "m"(input));
     return sum;
   }
-
-  static FP4_INLINE Sum add(Sum a, Sum b) { return _mm512_add_ps(a, b); }
-  static FP4_INLINE Sum add_scaled(Sum sum, Sum block, Scale scale) { return _mm512_fmadd_ps(block, scale, sum); }
-  static FP4_INLINE void store(float* out, Sum sum) { _mm512_storeu_ps(out, sum); }
 };
 
 #elif defined(FP4_AVX512)
 
-struct Lanes {
-  static constexpr int kCount = 16;
+struct Lanes : Avx512Lanes {
   static constexpr int kSteps = 8;
   static constexpr bool kPairs = false;
-  static constexpr int kMaxTokens = 14;
   using Input = float;
-  using Sum = __m512;
-  using Scale = __m512;
-  using Codes = __m512i;
   using Weights = __m512;
-
-  static FP4_INLINE Sum zero() { return _mm512_setzero_ps(); }
-  static FP4_INLINE Codes load(const uint8_t* codes) { return _mm512_loadu_si512(codes); }
-
-  template <ScaleKind kind>
-  static FP4_INLINE Scale scale(const uint8_t* scales) { return load_scales<kind>(scales); }
 
   static FP4_INLINE Weights weights(Codes codes, int step) {
     const __m512 table = _mm512_setr_ps(0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f,
@@ -128,10 +118,6 @@ struct Lanes {
   static FP4_INLINE Sum add_product(Sum sum, Weights weights, const Input& input) {
     return _mm512_fmadd_ps(weights, _mm512_set1_ps(input), sum);
   }
-
-  static FP4_INLINE Sum add(Sum a, Sum b) { return _mm512_add_ps(a, b); }
-  static FP4_INLINE Sum add_scaled(Sum sum, Sum block, Scale scale) { return _mm512_fmadd_ps(block, scale, sum); }
-  static FP4_INLINE void store(float* out, Sum sum) { _mm512_storeu_ps(out, sum); }
 };
 
 #elif defined(FP4_AVX2)
