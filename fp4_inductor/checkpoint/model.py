@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -242,11 +243,28 @@ def _compute_buffers(model: Any, module: nn.Module, device: torch.device) -> Non
     if not names:
         return
     computed = []
-    for poison in (1, 0):
-        for name in names:
-            module._buffers[name] = torch.full_like(module.get_buffer(name), poison, device=device)
-        model._init_weights(module)
-        computed.append([module.get_buffer(name) for name in names])
+    with _weights_put_away(module, names):
+        for poison in (1, 0):
+            for name in names:
+                module._buffers[name] = torch.full_like(module.get_buffer(name), poison, device=device)
+            model._init_weights(module)
+            computed.append([module.get_buffer(name) for name in names])
     if left := [name for name, one, zero in zip(names, *computed, strict=True) if not torch.equal(one, zero)]:
         got = f"{some(left)} of {type(module).__name__} left empty"
         raise CheckpointError("computing buffers", needed="transformers to initialise them", got=got)
+
+
+@contextlib.contextmanager
+def _weights_put_away(module: nn.Module, buffers: Sequence[str]) -> Iterator[None]:
+    """Initialising a module means its weights, too: all but ``buffers`` stand elsewhere meanwhile."""
+    away: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for inner in module.modules():
+        for held in (inner._parameters, inner._buffers):
+            loaded = {name: value for name, value in held.items() if not (inner is module and name in buffers)}
+            away.append((held, loaded))
+            held.update({name: None if value is None else value.to("meta") for name, value in loaded.items()})
+    try:
+        yield
+    finally:
+        for held, loaded in away:
+            held.update(loaded)

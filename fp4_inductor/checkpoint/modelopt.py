@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import torch
 
 from ..errors import CheckpointError
-from ..formats import MXFP4, BlockFormat
+from ..formats import MXFP4
 from ..quant import PackedTensors
 from .files import CheckpointFiles
 from .parts import require
-from .weights import Fp4Weight, block_format, packed
+from .weights import Fp4Weight, oriented_format, packed, shaped_global_scale, with_k_last
 
 DESCRIPTION = "ModelOpt or Quark NVFP4 or MXFP4 (uint8 weight and weight_scale)"
 
@@ -49,7 +49,8 @@ def _join(key: str, part: str) -> str:
 def _weight(files: CheckpointFiles, key: str, scale_key: str) -> Fp4Weight:
     global_key = _join(key, "weight_scale_2")
     has_global = global_key in files.tensors
-    fmt, k_first = _read_shapes(files, key, scale_key)
+    stored = files.tensors[scale_key]
+    fmt, k_first = oriented_format(f"reading {DESCRIPTION}", stored.dtype, files.tensors[key].shape, stored.shape, key)
     if fmt == MXFP4 and has_global:
         raise CheckpointError(
             f"reading {DESCRIPTION}",
@@ -62,39 +63,10 @@ def _weight(files: CheckpointFiles, key: str, scale_key: str) -> Fp4Weight:
     shape = (codes_shape[0], codes_shape[2], codes_shape[1]) if k_first else codes_shape
 
     def read() -> PackedTensors:
-        codes, scale = files.read(key), files.read(scale_key)
-        if k_first:
-            codes, scale = codes.transpose(1, 2), scale.view(torch.uint8).transpose(1, 2).contiguous().view(scale.dtype)
-        global_scale = _global_scale(files.read(global_key), shape, key) if has_global else None
-        return packed(codes, scale, global_scale, key)
+        global_scale = None
+        if has_global:
+            global_scale = shaped_global_scale(f"reading {DESCRIPTION}", files.read(global_key), shape, key)
+        return packed(*with_k_last(files.read(key), files.read(scale_key), k_first), global_scale, key)
 
     keys = (key, scale_key, *([global_key] if has_global else []))
     return Fp4Weight(key, DESCRIPTION, fmt, (*shape[:-1], 2 * shape[-1]), keys, read)
-
-
-def _read_shapes(files: CheckpointFiles, key: str, scale_key: str) -> tuple[BlockFormat, bool]:
-    """The format, and whether codes and scales are ``[E, K/2, N]`` and ``[E, K/bs, N]``."""
-    codes, scale = files.tensors[key].shape, files.tensors[scale_key].shape
-    did, dtype = f"reading {DESCRIPTION}", files.tensors[scale_key].dtype
-    if len(codes) == len(scale) == 3:
-        as_stored, swapped = (codes, scale), ((codes[0], codes[2], codes[1]), (scale[0], scale[2], scale[1]))
-        # A scale covers 8 or 16 bytes of codes along K, so at most one of the two readings has whole blocks.
-        try:
-            return block_format(did, dtype, *as_stored, key), False
-        except CheckpointError:
-            return block_format(did, dtype, *swapped, key), True
-    return block_format(did, dtype, codes, scale, key), False
-
-
-def _global_scale(stored: torch.Tensor, shape: tuple[int, ...], key: str) -> torch.Tensor:
-    """One number for all, or for stacked experts one each, ``[E, 1]``, or a pair for gate and up, ``[E, 2]``."""
-    if stored.numel() == 1:
-        return stored.reshape(*[1] * (len(shape) - 1))
-    if len(shape) == 3 and stored.shape[0] == shape[0] and stored.numel() in (shape[0], 2 * shape[0]):
-        return stored.reshape(shape[0], -1)
-    raise CheckpointError(
-        f"reading {DESCRIPTION}",
-        needed="one global scale, or for stacked experts one or a pair for each",
-        got=f"{list(stored.shape)} for codes {list(shape)}",
-        where=key,
-    )

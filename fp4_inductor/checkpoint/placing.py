@@ -10,13 +10,15 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from ..errors import CheckpointError
 from .parts import some
-from .weights import Fp4Weight, Weight
+from .weights import Fp4Weight, Weight, decoded, stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ def place(model: Any, weights: Iterable[Weight]) -> list[Placement]:
     for weight in sorted(weights, key=lambda weight: _natural(weight.name)):
         targets, pattern = names.find(weight)
         if set(targets) <= names.expected.keys():
-            grouped[targets][pattern].append(weight)
+            grouped[targets][pattern].append(weight if pattern else _fitted(model, targets[0], weight))
         else:
             unexpected.append(weight)
     placements = [
@@ -92,24 +94,64 @@ class _Names:
 
     def find(self, weight: Weight) -> tuple[tuple[str, ...], str]:
         """Targets of a weight, and the pattern of its converter, "" where it has none."""
-        name = weight.name
-        target, pattern = self._renamed(name, self.renamings, self.converters)
-        if target not in self.expected and name in self.expected:
-            target, pattern = self._renamed(name, [], [])
-        if target not in self.expected and isinstance(weight, Fp4Weight):
-            # Fused experts are parameters of their own, and layouts that know only modules call them X.weight.
-            bare = name.removesuffix(".weight")
-            again, pattern_again = self._renamed(bare, self.renamings, self.converters)
+        target, pattern = self._target(weight.name, isinstance(weight, Fp4Weight))
+        for spelling in () if target in self.expected else _respelled(weight.name):
+            again, pattern_again = self._target(spelling, isinstance(weight, Fp4Weight))
             if again in self.expected:
                 target, pattern = again, pattern_again
+                break
         if pattern is None:
             return (target,), ""
         first, *others = self.of_pattern[pattern].target_patterns
         return (target, *(target.replace(first, other) for other in others)), pattern
 
+    def _target(self, name: str, is_fp4: bool) -> tuple[str, str | None]:
+        """Where a weight of this name belongs, or the new name that transformers gives what belongs nowhere."""
+        found = self._renamed(name, self.renamings, self.converters)
+        if found[0] in self.expected:
+            return found
+        ways = [(name, [], self.converters), (name, [], [])]
+        if is_fp4:
+            # Fused experts are parameters of their own, and layouts that know only modules call them X.weight.
+            ways.append((name.removesuffix(".weight"), self.renamings, self.converters))
+            ways.append((name.removesuffix(".weight"), [], []))
+        again = (self._renamed(*way) for way in ways)
+        return next((way for way in again if way[0] in self.expected), found)
+
     def _renamed(self, name: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
         found: tuple[str, str | None] = self.rename(name, renamings, converters, self.prefix, self.expected)
         return found
+
+
+_SPELLINGS = (
+    (r"\.experts\.(\w+_proj|w[123])\.(\d+)\.", r".experts.\2.\1."),
+    (r"\.moe\.experts\.", ".experts."),
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.lm_head\.", "lm_head."),
+    (r"(\blanguage_model\.){2,}", "language_model."),
+)
+"""Names of exporters that take a model's modules apart, or wrap them: projections before experts, text models twice."""
+
+
+def _respelled(name: str) -> Iterator[str]:
+    """``name`` with each of these spellings undone, then with all."""
+    undone = name
+    for pattern, replacement in _SPELLINGS:
+        undone = re.sub(pattern, replacement, undone)
+        yield re.sub(pattern, replacement, name)
+    yield undone
+
+
+_GATE_BEFORE_UP = frozenset({"Llama4TextExperts"})
+"""transformers' classes that split ``gate_up_proj`` in halves, as their forward says and no attribute of theirs."""
+
+
+def _is_concatenated(module: Any) -> bool | None:
+    """Whether gate's rows stand before up's, False where they alternate; None where the class does not say."""
+    said = getattr(module, "is_concatenated", None)
+    if isinstance(said, bool):
+        return said
+    return True if type(module).__name__ in _GATE_BEFORE_UP else None
 
 
 def _expert_converters(model: Any) -> list[Any]:
@@ -119,15 +161,15 @@ def _expert_converters(model: Any) -> list[Any]:
     """
     from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, WeightConverter
 
-    orders = {
-        module.is_concatenated
-        for module in model.modules()
-        if "gate_up_proj" in module._parameters and isinstance(getattr(module, "is_concatenated", None), bool)
-    }
+    orders = {_is_concatenated(module) for module in model.modules() if "gate_up_proj" in module._parameters}
+    orders.discard(None)
     if len(orders) != 1:
         return []
     alternate = [] if orders.pop() else [Interleave(dim=1, inverse=True)]
     converters = []
+    for kind, ending in (("weight", ""), ("bias", "_bias")):
+        whole = rf"\.experts\.\d+\.gate_up_proj\.{kind}$"
+        converters.append(WeightConverter(whole, f".experts.gate_up_proj{ending}", [MergeModulelist(dim=0)]))
     for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
         for kind, ending in (("weight", ""), ("bias", "_bias")):
             pair, one = [[rf"\.experts\.\d+\.{name}\.{kind}$" for name in names] for names in ((gate, up), (down,))]
@@ -135,6 +177,20 @@ def _expert_converters(model: Any) -> list[Any]:
             converters.append(WeightConverter(pair, f".experts.gate_up_proj{ending}", join))
             converters.append(WeightConverter(one, f".experts.down_proj{ending}", [MergeModulelist(dim=0)]))
     return converters
+
+
+def _fitted(model: Any, target: str, weight: Weight) -> Weight:
+    """The weight as its module takes it: experts from under one another, and an embedding not packed."""
+    path, _, name = target.rpartition(".")
+    module = model.get_submodule(path)
+    parameter = module._parameters.get(name)
+    if not isinstance(weight, Fp4Weight) or parameter is None:
+        return weight
+    if isinstance(module, nn.Embedding):
+        return decoded(weight, parameter.dtype)
+    if len(weight.shape) == 2 and parameter.dim() == 3:
+        return stacked(weight, parameter.shape[0])
+    return weight
 
 
 def _placement(names: _Names, targets: tuple[str, ...], by_pattern: dict[str, list[Weight]]) -> Placement:

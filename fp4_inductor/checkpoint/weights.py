@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..errors import CheckpointError
 from ..formats import E2M1_VALUES, E8M0_NAN, MXFP4, NVFP4, BlockFormat
-from ..quant import PackedTensors
+from ..quant import PackedTensors, dequantize
 
 _E4M3_NAN = 0x7F
 _BLOCK_SIZES = {torch.uint8: (32,), torch.float8_e8m0fnu: (32,), torch.float8_e4m3fn: (16, 32)}
@@ -52,6 +52,32 @@ class PlainWeight:
 Weight = Fp4Weight | PlainWeight
 
 
+def stacked(weight: Fp4Weight, num_experts: int) -> Fp4Weight:
+    """A weight ``[E N, K]`` as ``[E, N, K]``; as it is where its rows are no multiple of E."""
+    rows, k = weight.shape
+    if rows % num_experts:
+        return weight
+
+    def read() -> PackedTensors:
+        codes, scale, global_scale = weight.read()
+        if global_scale is not None:
+            global_scale = (
+                global_scale.reshape(1, 1) if global_scale.numel() == 1 else global_scale.view(num_experts, -1)
+            )
+        return PackedTensors(
+            codes.view(num_experts, -1, codes.shape[-1]), scale.view(num_experts, -1, scale.shape[-1]), global_scale
+        )
+
+    return replace(weight, shape=(num_experts, rows // num_experts, k), read=read)
+
+
+def decoded(weight: Fp4Weight, dtype: torch.dtype) -> PlainWeight:
+    """A weight for a module that looks up rows, which would decode all of them in every call."""
+    return PlainWeight(
+        weight.name, weight.shape, dtype, weight.keys, lambda: dequantize(*weight.read(), weight.format, dtype)
+    )
+
+
 def block_format(
     did: str, scale_dtype: torch.dtype, codes: tuple[int, ...], scale: tuple[int, ...], where: str
 ) -> BlockFormat:
@@ -76,6 +102,57 @@ def block_format(
             now="a K that is no multiple of the block has no standard layout: quantise to whole blocks",
         )
     return NVFP4 if scale_dtype == torch.float8_e4m3fn else MXFP4
+
+
+def oriented_format(
+    did: str, scale_dtype: torch.dtype, codes: tuple[int, ...], scale: tuple[int, ...], where: str
+) -> tuple[BlockFormat, bool]:
+    """The format, and whether codes and scales of stacked experts are ``[E, K/2, N]`` and ``[E, K/bs, N]``.
+
+    A scale covers 8 or 16 bytes of codes along K, so at most one of the two readings has whole blocks.
+
+    Raises:
+        CheckpointError: neither has.
+    """
+    if len(codes) == len(scale) == 3:
+        swapped = (codes[0], codes[2], codes[1]), (scale[0], scale[2], scale[1])
+        try:
+            return block_format(did, scale_dtype, codes, scale, where), False
+        except CheckpointError:
+            return block_format(did, scale_dtype, *swapped, where), True
+    return block_format(did, scale_dtype, codes, scale, where), False
+
+
+def with_k_last(codes: torch.Tensor, scale: torch.Tensor, k_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes ``[E, K/2, N]`` and scales ``[E, K/bs, N]`` with their axes in the usual order, where ``k_first``."""
+    if not k_first:
+        return codes, scale
+    return codes.transpose(1, 2), scale.view(torch.uint8).transpose(1, 2).contiguous().view(scale.dtype)
+
+
+def shaped_global_scale(did: str, stored: torch.Tensor, shape: tuple[int, ...], where: str) -> torch.Tensor:
+    """A global scale by the shape of its weight: one number for all, or for stacked experts one or a pair each.
+
+    Args:
+        stored: any shape of 1, of E or of 2 E numbers.
+        shape: ``[N, K]`` or ``[E, N, K]``.
+
+    Returns:
+        ``[1]``, ``[1, 1]``, ``[E, 1]``, or for gate and up ``[E, 2]``.
+
+    Raises:
+        CheckpointError: another number of them.
+    """
+    if stored.numel() == 1:
+        return stored.reshape(*[1] * (len(shape) - 1))
+    if len(shape) == 3 and stored.shape[0] == shape[0] and stored.numel() in (shape[0], 2 * shape[0]):
+        return stored.reshape(shape[0], -1)
+    raise CheckpointError(
+        did,
+        needed="one global scale, or for stacked experts one or a pair for each",
+        got=f"{list(stored.shape)} for a weight {list(shape)}",
+        where=where,
+    )
 
 
 def packed(

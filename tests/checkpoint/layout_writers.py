@@ -130,6 +130,17 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
     },
     "deepseek_v3": {"num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 96},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 96,
+        "intermediate_size": 160,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 _VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {
@@ -143,6 +154,8 @@ _VISION: dict[str, dict[str, Any]] = {
     },
 }
 PER_EXPERT = {
+    "gemma4_text": ("gate_proj", "up_proj", "down_proj"),
+    "llama4_text": ("gate_proj", "up_proj", "down_proj"),
     "qwen3_vl_moe": ("gate_proj", "up_proj", "down_proj"),
     "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
     "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),
@@ -181,9 +194,12 @@ def write_per_expert(
     for name, shape in shapes_of(config).items():
         stem, _, last = name.rpartition(".")
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            turned = family == "gpt_oss"
+            turned = family in ("gpt_oss", "llama4_text")
             experts, n, k = (shape[0], shape[2], shape[1]) if turned else shape
-            _write_experts(made, linear, name, (experts, n, k), PER_EXPERT[family], generator, turned)
+            exact = _write_experts(
+                made, linear, name, (experts, n, k), PER_EXPERT[family], generator, family == "gpt_oss"
+            )
+            made.exact[name] = exact.mT if turned else exact
         elif family == "gpt_oss" and name.endswith("_proj_bias"):
             _write_biases(made, name, shape, generator)
         elif dense and "self_attn" in name and last == "weight" and "norm" not in name:
@@ -206,9 +222,9 @@ def _write_experts(
     shape: tuple[int, ...],
     parts: tuple[str, str, str],
     generator: torch.Generator,
-    turned: bool,
-) -> None:
-    """``turned``: the module keeps ``[E, K, N]``, gate and up in turns, as gpt-oss does."""
+    in_turns: bool,
+) -> torch.Tensor:
+    """What the experts stand for, ``[E, N, K]``, gate's rows before up's or, as in gpt-oss, in turns with them."""
     stem, _, last = name.rpartition(".")
     gate, up, down = parts
     names = (gate, up) if last == "gate_up_proj" else (down,)
@@ -218,9 +234,9 @@ def _write_experts(
         for index, part in enumerate(names):
             weight = linear.random((rows, shape[2]), generator)
             made.tensors |= linear.tensors(f"{stem}.{expert}.{part}", weight, generator)
-            of_part = slice(index, None, len(names)) if turned else slice(index * rows, (index + 1) * rows)
+            of_part = slice(index, None, len(names)) if in_turns else slice(index * rows, (index + 1) * rows)
             exact[expert, of_part] = weight.exact()
-    made.exact[name] = exact.mT if turned else exact
+    return exact
 
 
 def _write_biases(made: Checkpoint, name: str, shape: torch.Size, generator: torch.Generator) -> None:
@@ -236,12 +252,21 @@ def _write_biases(made: Checkpoint, name: str, shape: torch.Size, generator: tor
 
 
 def write_stacked(
-    folder: Path, family: str, *, k_first: bool, scales: str = "one", is_e4m3: bool = True, **changes: Any
+    folder: Path,
+    family: str,
+    *,
+    k_first: bool,
+    scales: str = "one",
+    is_e4m3: bool = True,
+    inverse: bool = False,
+    flat: bool = False,
+    **changes: Any,
 ) -> Checkpoint:
-    """A checkpoint with fused experts under ModelOpt's names.
+    """A checkpoint with fused experts under ModelOpt's names, or with ``inverse`` under compressed-tensors'.
 
     Args:
         k_first: stored ``[E, K/2, N]``, else ``[E, N, K/2]``.
+        flat: stored ``[E N, K/2]``, experts under one another.
         scales: "one" global scale for all, one for each expert ("each"), or a "pair" for gate and up of each.
     """
     generator = torch.Generator().manual_seed(1)
@@ -257,16 +282,23 @@ def write_stacked(
         codes, scale = weight.packed(), weight.scale_bits
         if k_first:
             codes, scale = codes.mT.contiguous(), scale.mT.contiguous()
-        made.tensors[name] = codes
-        made.tensors[f"{name}_weight_scale"] = scale.view(torch.float8_e4m3fn) if is_e4m3 else scale
+        if flat:
+            codes, scale = codes.flatten(0, 1), scale.flatten(0, 1)
+        ends = ("_packed", "_scale", "_global_scale", "_input_global_scale")
+        ends = ends if inverse else ("", "_weight_scale", "_weight_scale_2", "_input_scale")
+        made.tensors[name + ends[0]] = codes
+        made.tensors[name + ends[1]] = scale.view(torch.float8_e4m3fn) if is_e4m3 else scale
         if is_e4m3:
             count = 2 if scales == "pair" and "gate_up" in name else 1
             stored = torch.rand(experts, count, generator=generator) * 1e-4 + 3e-4
-            made.tensors[f"{name}_weight_scale_2"] = stored[0, 0] if scales == "one" else stored.squeeze(-1)
-            made.tensors[f"{name}_input_scale"] = torch.rand((), generator=generator)
-            weight.global_scale = _by_row(stored[:1, :1] if scales == "one" else stored, n, family).double()
+            stored = 1 / stored if inverse else stored
+            made.tensors[name + ends[2]] = stored[0, 0] if scales == "one" else stored.squeeze(-1)
+            made.tensors[name + ends[3]] = torch.rand((), generator=generator)
+            by_row = _by_row(stored[:1, :1] if scales == "one" else stored, n, family).double()
+            weight.global_scale = 1 / by_row if inverse else by_row
         made.exact[name] = weight.exact().mT if turned else weight.exact()
-    save_config(folder, config, {"quant_method": "modelopt", "quant_algo": "NVFP4" if is_e4m3 else "mxfp4"})
+    said = {"quant_method": "modelopt", "quant_algo": "NVFP4" if is_e4m3 else "mxfp4"}
+    save_config(folder, config, {"quant_method": "compressed-tensors"} if inverse else said)
     made.rewrite()
     return made
 

@@ -60,9 +60,9 @@ def test_experts_by_themselves_and_dense_layers(layout: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors mxfp4", "modelopt nvfp4"])
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_vl_moe", "gemma4_text", "llama4_text"])
 def test_names_of_other_families(family: str, layout: str, tmp_path: Path) -> None:
-    made = write_per_expert(tmp_path, layout, family, dense=False, num_experts_per_tok=2)
+    made = write_per_expert(tmp_path, layout, family, dense=False)
     model = load(tmp_path)
     assert_exact(model, made)
     assert_runs(model)
@@ -78,6 +78,16 @@ STACKED: dict[str, Callable[[Path], Checkpoint]] = {
     "with images, K first": lambda path: write_stacked(path, "qwen3_vl_moe", k_first=True),
     "qwen, K first": lambda path: write_stacked(path, "qwen3_moe", k_first=True, scales="each"),
     "qwen, K last, mxfp4": lambda path: write_stacked(path, "qwen3_moe", k_first=False, is_e4m3=False),
+    "compressed-tensors, one each": lambda path: write_stacked(
+        path, "qwen3_moe", k_first=False, scales="each", inverse=True
+    ),
+    "compressed-tensors, pairs": lambda path: write_stacked(
+        path, "qwen3_moe", k_first=False, scales="pair", inverse=True
+    ),
+    "compressed-tensors, experts under one another": lambda path: write_stacked(
+        path, "qwen3_moe", k_first=False, inverse=True, flat=True
+    ),
+    "compressed-tensors, K first": lambda path: write_stacked(path, "llama4_text", k_first=True, inverse=True),
     # 2I = H/2 makes the codes of gate_up square; only their scales say which axis is K.
     "square codes, K last": lambda path: write_stacked(
         path, "qwen3_moe", k_first=False, hidden_size=128, moe_intermediate_size=32
