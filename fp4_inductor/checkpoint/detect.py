@@ -9,12 +9,15 @@ from ..errors import CheckpointError
 from . import compressed_tensors, deepseek_v4, fp8, gguf, gpt_oss, modelopt, openai_gpt_oss, torchao
 from .files import CheckpointFiles
 from .parts import some
-from .refusals import refuse_by_name, refuse_left_over, refuse_ue5m3
+from .refusals import refuse_by_name, refuse_integers, refuse_left_over, refuse_ue5m3
 from .weights import Fp4Weight, PlainWeight, Weight
 
 LAYOUTS = (gpt_oss, openai_gpt_oss, modelopt, compressed_tensors, deepseek_v4, torchao, gguf)
 
-ACTIVATION_SCALES = re.compile(r"[._](input_scale|input_scale_2|input_global_scale|output_scale|[qkv]_scale)$")
+ACTIVATION_SCALES = re.compile(
+    r"(\.|_proj_)((input|output|activation|prob_output|q|k|v|kv)_(global_)?scale(_2)?|(input|output|q|k|v)_zero_point)$"
+    r"|\.[kv]_proj\.[kv]_bias$"
+)
 """Scales of activations and of the cache: weights are FP4 here, what flows through them is not."""
 
 
@@ -43,6 +46,7 @@ def find_weights(files: CheckpointFiles) -> list[Weight]:
             now="weights that are not FP4 load with transformers; then call quantize_",
         )
     refuse_ue5m3(files, weights)
+    refuse_integers(files, weights)
     refuse_left_over(files, claimed)
     for key, stored in files.tensors.items():
         if key not in claimed and not ACTIVATION_SCALES.search(key):

@@ -259,7 +259,8 @@ def _weights_put_away(module: nn.Module, buffers: Sequence[str]) -> Iterator[Non
     """Initialising a module means its weights, too: all but ``buffers`` stand elsewhere meanwhile."""
     away: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for inner in module.modules():
-        for held in (inner._parameters, inner._buffers):
+        both: tuple[Any, ...] = (inner._parameters, inner._buffers)
+        for held in both:
             loaded = {name: value for name, value in held.items() if not (inner is module and name in buffers)}
             away.append((held, loaded))
             held.update({name: None if value is None else value.to("meta") for name, value in loaded.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ..errors import CheckpointError
 from .headers import StoredTensor
@@ -22,6 +23,13 @@ def require(tensors: Mapping[str, StoredTensor], needed: Iterable[str], layout: 
             got=f"missing: {some(missing)}",
             now="download the checkpoint again, or export it again",
         )
+
+
+def weight_groups(quantization: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of layers in a config that say how weights are quantised, under "weights"."""
+    groups = quantization.get("config_groups")
+    found = groups.values() if isinstance(groups, dict) else ()
+    return [group for group in found if isinstance(group, dict) and isinstance(group.get("weights"), dict)]
 
 
 def some(names: list[str]) -> str:

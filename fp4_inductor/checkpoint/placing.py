@@ -110,7 +110,7 @@ class _Names:
         found = self._renamed(name, self.renamings, self.converters)
         if found[0] in self.expected:
             return found
-        ways = [(name, [], self.converters), (name, [], [])]
+        ways: list[tuple[str, list[Any], list[Any]]] = [(name, [], self.converters), (name, [], [])]
         if is_fp4:
             # Fused experts are parameters of their own, and layouts that know only modules call them X.weight.
             ways.append((name.removesuffix(".weight"), self.renamings, self.converters))

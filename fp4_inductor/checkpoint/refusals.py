@@ -12,7 +12,7 @@ import torch
 from ..errors import CheckpointError
 from ..formats import MXFP4
 from .files import CheckpointFiles
-from .parts import some
+from .parts import some, weight_groups
 from .weights import Fp4Weight, Weight
 
 _PLAIN = "export it again as plain NVFP4 or MXFP4"
@@ -35,6 +35,21 @@ _TENSORS: tuple[tuple[str, str, str], ...] = (
         "load it with transformers, and call quantize_ on the model that it dequantises to",
     ),
     (r"quantized_\w+_(values|scale_factors|amax)$", "fouroversix' own layout of scales", _PLAIN),
+    (
+        r"weight_quantizer\._(scale|double_scale|amax)$",
+        "ModelOpt's own state of a model, not an export of it",
+        "restore it with ModelOpt, and write it with export_hf_checkpoint",
+    ),
+    (
+        r"[._](weights|activation|prequant)(_block)?_scaling_factor(_2|_interleaved)?$",
+        "a TensorRT-LLM checkpoint, whose weights stand as its engines take them",
+        "give the Hugging Face checkpoint that it was made from, or one by export_hf_checkpoint",
+    ),
+    (
+        r"(blockscale|scale)_(swizzled|shuffled|interleaved)$|\.g[12]_alphas$",
+        "weights and scales as an inference engine holds them, re-ordered for its kernels",
+        "give the checkpoint that the engine loaded",
+    ),
 )
 _ROTATIONS = ("transform_config", "rotation_config", "hadamard_config")
 _LEFT = re.compile(r"[._](weight_scale|weight_scale_2|weight_scale_inv|weight_global_scale|weight_shape|scale)$")
@@ -49,6 +64,16 @@ def refuse_by_name(files: CheckpointFiles) -> None:
     for pattern, what, cure in _TENSORS:
         if found := sorted(key for key in files.tensors if re.search(pattern, key)):
             _refuse(files, what, found, cure)
+    mlx = sorted(
+        key
+        for key, stored in files.tensors.items()
+        if key.endswith(".weight") and stored.dtype == torch.uint32 and f"{key[:-6]}scales" in files.tensors
+    )
+    if mlx:
+        cure = (
+            "give the checkpoint that mlx_lm.convert read: MLX packs eight codes in an integer, under names of its own"
+        )
+        _refuse(files, "weights in MLX's layout", mlx, cure)
     integers = sorted(
         key for key, stored in files.tensors.items() if key.endswith("weight_packed") and stored.dtype != torch.uint8
     )
@@ -81,6 +106,25 @@ def refuse_ue5m3(files: CheckpointFiles, weights: Iterable[Weight]) -> None:
         _refuse(files, what, bytes_as_scales, cure)
 
 
+def refuse_integers(files: CheckpointFiles, weights: Iterable[Weight]) -> None:
+    """Refuse codes that the config calls integers: MXINT4 has the names, the dtypes and the shapes of MXFP4.
+
+    Raises:
+        CheckpointError: names both readings.
+    """
+    codes = sorted(weight.keys[0] for weight in weights if isinstance(weight, Fp4Weight))
+    layers = files.quantization.get("extra_config")
+    parts = [files.quantization, *(layers.values() if isinstance(layers, dict) else ())]
+    names = {part.get("data_type") for part in parts if isinstance(part, dict)}
+    integers = {name for name in names if isinstance(name, str) and name.startswith("mx_int")}
+    types = {str(group["weights"].get("type")) for group in weight_groups(files.quantization)}
+    if types and not types - {"int"}:
+        integers |= types
+    if codes and integers:
+        what = f"codes that read as e2m1 or as integers, under a config that says {min(integers)!r}"
+        _refuse(files, what, codes, "integers have no kernel here: export it again as MXFP4 or NVFP4")
+
+
 def refuse_left_over(files: CheckpointFiles, claimed: Iterable[str]) -> None:
     """Refuse scales that no reader has claimed: part of the checkpoint is quantised in another way.
 
@@ -111,9 +155,8 @@ def _format_names(quantization: dict[str, Any]) -> Iterable[str]:
     for entry in ("data_type", "quant_algo", "format"):
         if isinstance(name := quantization.get(entry), str):
             yield name.lower()
-    groups = quantization.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        if isinstance(group, dict) and isinstance(name := group.get("format"), str):
+    for group in weight_groups(quantization):
+        if isinstance(name := group.get("format"), str):
             yield name.lower()
 
 

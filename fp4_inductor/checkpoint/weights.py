@@ -13,6 +13,8 @@ from ..formats import E2M1_VALUES, E8M0_NAN, MXFP4, NVFP4, BlockFormat
 from ..quant import PackedTensors, dequantize
 
 _E4M3_NAN = 0x7F
+_LARGEST_WEIGHT = 2.0**18
+"""No trained weight comes near it; one under the inverse of its global scale lies above it."""
 _BLOCK_SIZES = {torch.uint8: (32,), torch.float8_e8m0fnu: (32,), torch.float8_e4m3fn: (16, 32)}
 
 
@@ -191,7 +193,10 @@ def packed(
             where=where,
             now="the exporter wrote a broken scale: export the checkpoint again",
         )
-    return PackedTensors(codes, scale, multiplier(global_scale) if inverse else global_scale)
+    if inverse:
+        global_scale = multiplier(global_scale)
+    _refuse_magnitudes(scale, global_scale, where, inverse)
+    return PackedTensors(codes, scale, global_scale)
 
 
 def multiplier(divisor: torch.Tensor) -> torch.Tensor:
@@ -261,4 +266,23 @@ def _refuse_scales(wrong: torch.Tensor, what: str, where: str) -> None:
             got=f"{int(wrong.sum())} that are {what}",
             where=where,
             now="the exporter wrote a broken scale: export the checkpoint again",
+        )
+
+
+def _refuse_magnitudes(scale: torch.Tensor, global_scale: torch.Tensor, where: str, inverse: bool) -> None:
+    """Refuse a global scale that seems to be the inverse of what its name says.
+
+    Block scales reach 448 and weights lie near one, so what multiplies is far below one and what divides far above.
+    """
+    if not scale.numel():
+        return
+    largest = E2M1_VALUES[-1] * float(scale.view(torch.uint8).max().view(scale.dtype).float())
+    if largest * float(global_scale.max()) > _LARGEST_WEIGHT:
+        read, other = ("divides", "multiplies") if inverse else ("multiplies", "divides")
+        raise CheckpointError(
+            "reading global scales",
+            needed=f"weights of at most {_LARGEST_WEIGHT:g}",
+            got=f"up to {largest * float(global_scale.max()):.3g}, where the global scale {read} as this layout's does",
+            where=where,
+            now=f"it looks like one that {other}: export the checkpoint again, or give it the names of that layout",
         )

@@ -65,3 +65,72 @@ def test_packed_embeddings_are_decoded_where_they_are_loaded(tmp_path: Path) -> 
     model = load(tmp_path)
     assert_exact(model, made)
     assert_runs(model)
+
+
+def fp8_scales() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Scales of a matrix [64, 320] as exporters write them, and what each element is multiplied by, float64."""
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(110, 125, (64, 10), dtype=torch.uint8, generator=generator)
+    tiles, groups = torch.rand(1, 3, generator=generator) * 0.01, torch.rand(64, 5, generator=generator) * 0.01
+    row = (torch.rand(64, 1, generator=generator) * 0.01).to(torch.bfloat16)
+    by_tile = tiles.double().repeat_interleave(128, 1)[:, :320]
+    by_bits = torch.exp2(bits.double() - 127).repeat_interleave(32, 1)
+    return {
+        "mxfp8": (bits, by_bits),
+        "mxfp8 by its dtype": (bits.view(torch.float8_e8m0fnu), by_bits),
+        "tiles": (tiles, by_tile),
+        "tiles of ModelOpt": (tiles.reshape(1, 1, 3, 1), by_tile),
+        "rows in bfloat16": (row, row.double()),
+        "groups": (groups, groups.double().repeat_interleave(64, 1)),
+    }
+
+
+@pytest.mark.parametrize("name", fp8_scales())
+def test_fp8_beside_fp4(name: str, tmp_path: Path) -> None:
+    made = write_per_expert(tmp_path, "compressed-tensors nvfp4", dense=False, hidden_size=320, num_hidden_layers=1)
+    stem = "model.layers.0.self_attn.q_proj"
+    codes = torch.randn(64, 320, generator=torch.Generator().manual_seed(4)).to(torch.float8_e4m3fn)
+    stored, by_element = fp8_scales()[name]
+    made.tensors |= {f"{stem}.weight": codes, f"{stem}.weight_scale": stored}
+    made.rewrite()
+    assert torch.equal(load(tmp_path).state_dict()[f"{stem}.weight"], nearest_bfloat16(codes.double() * by_element))
+
+
+BESIDE = (
+    "self_attn.k_proj.k_scale",
+    "self_attn.v_proj.v_scale",
+    "self_attn.k_proj.k_bias",
+    "self_attn.k_proj.output_scale",
+    "self_attn.k_scale",
+    "self_attn.q_scale",
+    "self_attn.v_zero_point",
+    "self_attn.k_global_scale",
+    "self_attn.prob_output_scale",
+    "self_attn.kv_scale",
+    "self_attn.q_proj.input_scale",
+    "self_attn.q_proj.input_zero_point",
+    "self_attn.q_proj.input_global_scale",
+    "mlp.experts.0.up_proj.activation_scale",
+    "mlp.experts.gate_up_proj_input_scale",
+    "self_attn.rotary_emb.inv_freq",
+)
+
+
+def test_numbers_for_activations_and_caches_are_not_weights(tmp_path: Path) -> None:
+    made = write_per_expert(tmp_path, "modelopt nvfp4", dense=False)
+    made.tensors |= {f"model.layers.0.{name}": torch.rand(1) for name in BESIDE}
+    made.rewrite()
+    assert_exact(load(tmp_path), made)
+
+
+def test_layers_that_transformers_leaves_out(tmp_path: Path) -> None:
+    """DeepSeek's multi-token prediction is layer 61, in whatever format."""
+    made = write_per_expert(tmp_path, "modelopt nvfp4", "deepseek_v3", dense=False)
+    layer = {name: value for name, value in made.tensors.items() if ".layers.1." in name}
+    made.tensors |= {name.replace(".layers.1.", ".layers.61."): value.clone() for name, value in layer.items()}
+    made.tensors |= {
+        "model.layers.61.eh_proj.weight": torch.ones(64, 128),
+        "model.layers.61.enorm.weight": torch.ones(64),
+    }
+    made.rewrite()
+    assert_exact(load(tmp_path), made)

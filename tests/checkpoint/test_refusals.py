@@ -93,6 +93,56 @@ CASES: dict[str, tuple[str, Callable[[Checkpoint], None], str]] = {
         added(f"{EXPERT}.weight_scale_2", torch.ones(())),
         "could be e8m0, e4m3 bits or ue5m3",
     ),
+    "mxint4, auto-round": (
+        "compressed-tensors mxfp4",
+        said(data_type="mx_int", bits=4),
+        r"e2m1 or as integers[\s\S]*mx_int[\s\S]*MXFP4 or NVFP4",
+    ),
+    "mxint4 in some layers": (
+        "auto-round nvfp4",
+        said(extra_config={EXPERT: {"bits": 4, "data_type": "mx_int"}}),
+        "e2m1 or as integers",
+    ),
+    "integers, compressed-tensors": (
+        "compressed-tensors mxfp4",
+        said(config_groups={"group_0": {"weights": {"num_bits": 4, "type": "int"}}}),
+        "e2m1 or as integers",
+    ),
+    "a multiplier where a divisor belongs": (
+        "compressed-tensors nvfp4",
+        added(f"{EXPERT}.weight_global_scale", torch.tensor([3e-4])),
+        r"the global scale divides[\s\S]*looks like one that multiplies",
+    ),
+    "a divisor where a multiplier belongs": (
+        "modelopt nvfp4",
+        added(f"{EXPERT}.weight_scale_2", torch.tensor(8000.0)),
+        r"the global scale multiplies[\s\S]*looks like one that divides",
+    ),
+    "mlx": (
+        "modelopt nvfp4",
+        lambda made: made.tensors.update(
+            {
+                f"{PROJECTION}.weight": torch.zeros(64, 8, dtype=torch.uint32),
+                f"{PROJECTION}.scales": torch.full((64, 2), 120, dtype=torch.uint8),
+            }
+        ),
+        r"MLX's layout[\s\S]*mlx_lm\.convert",
+    ),
+    "modelopt, not exported": (
+        "modelopt nvfp4",
+        added(f"{PROJECTION}.weight_quantizer._double_scale", torch.ones(())),
+        "export_hf_checkpoint",
+    ),
+    "tensorrt-llm": (
+        "modelopt nvfp4",
+        added("transformer.layers.0.mlp.fc.weights_block_scaling_factor_interleaved", torch.ones(4)),
+        "TensorRT-LLM checkpoint",
+    ),
+    "an engine's own layout": (
+        "modelopt nvfp4",
+        added("model.layers.0.mlp.experts.w13_blockscale_swizzled", torch.ones(4)),
+        "re-ordered for its kernels",
+    ),
     "nan scale": ("modelopt nvfp4", changed(f"{EXPERT}.weight_scale", 5, 0x7F), "1 that are NaN"),
     "negative nan scale": ("modelopt nvfp4", changed(f"{EXPERT}.weight_scale", 5, 0xFF), "1 that are NaN"),
     "negative scale": ("modelopt nvfp4", changed(f"{EXPERT}.weight_scale", 5, 0x90), "1 that are negative"),
