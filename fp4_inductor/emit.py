@@ -132,7 +132,8 @@ def _trace(function: Callable[..., torch.Tensor], values: Sequence[torch.Tensor]
     """Inductor's decompositions have run by now, and its lowerings expect what they leave."""
     from torch._inductor.decomposition import select_decomp_table
 
-    return make_fx(function, decomposition_table=select_decomp_table())(*values).graph
+    # Tracing counts a function's own arguments, of which a bound method has one more.
+    return make_fx(lambda *given: function(*given), decomposition_table=select_decomp_table())(*values).graph
 
 
 class _Writer:

@@ -2,7 +2,7 @@
 
 ``pack_parameter`` replaces one parameter ``w``, of experts or of a linear layer, by parameters ``w_packed``,
 ``w_block_scale`` and, where the format has one, ``w_global_scale``, and turns ``w`` into a property that
-dequantises them.
+dequantises them. Where all rows of an expert's gate share a global scale, and all of its up another, the two are held.
 The module's forward is untouched: it reads ``self.w`` and computes what it always did, and a compiler
 sees the dequantisation in plain ops. The module becomes an instance of a subclass of its own class;
 equal layers share one subclass, so they also share compiled code.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,11 +24,18 @@ from .quant import PackedTensors, dequantize
 
 @dataclass(frozen=True, slots=True)
 class CarriedWeight:
-    """A packed parameter: its name, its format, and whether the module stores it as ``[E, K, N]``."""
+    """A packed parameter.
+
+    Attributes:
+        transposed: the module stores it as ``[E, K, N]``.
+        pairs: how the two global scales of an expert, ``[E, 2]``, share its rows: half of them each, or in turns. None
+            where there is one for all rows, or one a row.
+    """
 
     name: str
     format: BlockFormat
     transposed: bool = False
+    pairs: Literal["halves", "turns"] | None = None
 
     @property
     def codes_name(self) -> str:
@@ -58,6 +65,19 @@ def carried_weights(module: nn.Module) -> tuple[CarriedWeight, ...]:
     return module._carried_weights if isinstance(module, WeightCarrier) else ()
 
 
+def global_scale_of(module: nn.Module, weight: CarriedWeight) -> torch.Tensor | None:
+    """float32 ``[..., 1]`` or ``[..., N]``, as ``dequantize`` takes it; None where the format has none."""
+    if weight.global_scale_name is None:
+        return None
+    stored: torch.Tensor = getattr(module, weight.global_scale_name)
+    if weight.pairs is None:
+        return stored
+    experts, rows = getattr(module, weight.codes_name).shape[:2]
+    if weight.pairs == "halves":
+        return stored.unsqueeze(2).expand(experts, 2, rows // 2).flatten(1)
+    return stored.unsqueeze(1).expand(experts, rows // 2, 2).flatten(1)
+
+
 def transposed_experts(module: nn.Module) -> bool | None:
     """Whether an experts module of transformers stores its weights as ``[E, K, N]``; None for any other module.
 
@@ -76,6 +96,7 @@ def pack_parameter(module: nn.Module, weight: CarriedWeight, tensors: PackedTens
             or ``[..., N]``.
         dtype: of the weight that the module's forward will read.
     """
+    weight, tensors = _with_pairs(module, weight, tensors)
     carried = carried_weights(module)
     base: type = module._unpacked_class if isinstance(module, WeightCarrier) else type(module)
     del module._parameters[weight.name]
@@ -83,6 +104,24 @@ def pack_parameter(module: nn.Module, weight: CarriedWeight, tensors: PackedTens
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     setattr(module, weight.dtype_name, dtype)
     module.__class__ = carrier_class(base, (*carried, weight))
+
+
+def _with_pairs(
+    module: nn.Module, weight: CarriedWeight, tensors: PackedTensors
+) -> tuple[CarriedWeight, PackedTensors]:
+    """Global scales of rows as pairs, where a module of transformers says which rows are gate's and that is all."""
+    numbers, concatenated = tensors.global_scale, getattr(module, "is_concatenated", None)
+    experts_of_both = isinstance(concatenated, bool) and "gate_up" in weight.name
+    if numbers is None or numbers.is_meta or numbers.dim() != 2 or not experts_of_both:
+        return weight, tensors
+    rows = tensors.codes.shape[1]
+    if numbers.shape[1] != rows or rows <= 2 or rows % 2:
+        return weight, tensors
+    halves = numbers.unflatten(1, (2, -1)) if concatenated else numbers.unflatten(1, (-1, 2)).mT
+    if not bool((halves == halves[:, :, :1]).all()):
+        return weight, tensors
+    pairs: Literal["halves", "turns"] = "halves" if concatenated else "turns"
+    return replace(weight, pairs=pairs), tensors._replace(global_scale=halves[:, :, 0].clone())
 
 
 class WeightCarrier(nn.Module):
@@ -164,11 +203,11 @@ def _new_carrier(base: type, weights: tuple[CarriedWeight, ...]) -> WeightCarrie
 
 
 def _weight_property(weight: CarriedWeight) -> property:
-    fmt, transposed, global_scale_name = weight.format, weight.transposed, weight.global_scale_name
+    fmt, transposed = weight.format, weight.transposed
     codes_name, scale_name, dtype_name = weight.codes_name, weight.scale_name, weight.dtype_name
 
     def read(self: WeightCarrier) -> torch.Tensor:
-        global_scale = None if global_scale_name is None else getattr(self, global_scale_name)
+        global_scale = global_scale_of(self, weight)
         values = dequantize(
             getattr(self, codes_name), getattr(self, scale_name), global_scale, fmt, getattr(self, dtype_name)
         )

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ..errors import CheckpointError
 from ..formats import BlockFormat
-from ..modules import CarriedWeight, carried_weights
+from ..modules import CarriedWeight, carried_weights, global_scale_of
 from .weights import divisor
 
 _NUMBERS = torch.float64
@@ -190,9 +190,9 @@ def _parts(base: str, module: nn.Module, weight: CarriedWeight, numbers: torch.T
         f"{base}.weight_packed": take(codes),
         f"{base}.weight_scale": take(module.get_parameter(weight.scale_name)),
     }
-    if weight.global_scale_name is not None:
-        every = module.get_parameter(weight.global_scale_name).detach().float().cpu()
-        numbers_of_rows = take(every.expand(codes.shape[:-1]).unsqueeze(-1)).flatten().unique()
+    every = global_scale_of(module, weight)
+    if every is not None:
+        numbers_of_rows = take(every.detach().float().cpu().expand(codes.shape[:-1]).unsqueeze(-1)).flatten().unique()
         if len(numbers_of_rows) != 1:
             _refuse("one global scale for each matrix", f"{len(numbers_of_rows)} in {base}", "")
         parts[f"{base}.weight_global_scale"] = divisor(numbers_of_rows)
