@@ -180,13 +180,14 @@ def _expert_converters(model: Any) -> list[Any]:
 
 
 def _fitted(model: Any, target: str, weight: Weight) -> Weight:
-    """The weight as its module takes it: experts from under one another, and an embedding not packed."""
+    """The weight as its module takes it: experts taken from under one another, an embedding and its twin decoded."""
     path, _, name = target.rpartition(".")
     module = model.get_submodule(path)
     parameter = module._parameters.get(name)
     if not isinstance(weight, Fp4Weight) or parameter is None:
         return weight
-    if isinstance(module, nn.Embedding):
+    tied = model.all_tied_weights_keys
+    if isinstance(module, nn.Embedding) or target in tied or target in tied.values():
         return decoded(weight, parameter.dtype)
     if len(weight.shape) == 2 and parameter.dim() == 3:
         return stacked(weight, parameter.shape[0])

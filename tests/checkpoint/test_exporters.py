@@ -52,15 +52,27 @@ def test_gate_and_up_of_an_expert_in_one_matrix(tmp_path: Path) -> None:
     assert_runs(model)
 
 
-def test_packed_embeddings_are_decoded_where_they_are_loaded(tmp_path: Path) -> None:
-    made = write_per_expert(tmp_path, "compressed-tensors nvfp4", tie_word_embeddings=False)
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PACKED_WORDS = {"both": (EMBEDDINGS, HEAD), "embeddings alone": (EMBEDDINGS,), "the head alone": (HEAD,)}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+@pytest.mark.parametrize("case", PACKED_WORDS)
+def test_packed_words(case: str, tied: bool, tmp_path: Path) -> None:
+    """Embeddings look rows up, and the head may be tied to them: decoded where they are loaded, a head apart is not."""
+    made = write_per_expert(tmp_path, "compressed-tensors nvfp4", tie_word_embeddings=tied)
     linear, generator = LINEARS["compressed-tensors nvfp4"], torch.Generator().manual_seed(5)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        weight = linear.random(tuple(made.tensors.pop(name).shape), generator)
+    for name in PACKED_WORDS[case]:
+        weight = linear.random((96, 64), generator)
+        made.tensors.pop(name, None)
         made.tensors |= linear.tensors(name.removesuffix(".weight"), weight, generator)
-        del made.plain[name]
-        (made.plain if "embed" in name else made.exact)[name] = weight.exact()
-    made.plain["model.embed_tokens.weight"] = nearest_bfloat16(made.plain["model.embed_tokens.weight"])
+        made.plain[name] = nearest_bfloat16(weight.exact())
+        if name == HEAD and not tied:
+            made.exact[name] = weight.exact()
+            del made.plain[name]
+    if tied and case == "the head alone":
+        del made.tensors[EMBEDDINGS]
+        made.plain[EMBEDDINGS] = made.plain[HEAD]
     made.rewrite()
     model = load(tmp_path)
     assert_exact(model, made)
