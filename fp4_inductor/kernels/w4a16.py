@@ -206,6 +206,7 @@ def _gate_up_decode(
         PARTS=gemm.split,
         HAS_BIAS=w13.bias is not None,
         **_activation_constants(experts.activation),
+        LATE=config.late,
         num_warps=gemm.split,
         **_decode_constants(experts.e4m3, hidden_size, gemm, config.pdl),
     )
@@ -323,11 +324,24 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int, pdl: bool = Fa
             **pdl_options(pdl),
         )
         return routes
-    launch(count_kernel, (num_chunks,))(topk_ids, counts, num_pairs, num_experts, **shape)
-    launch(place_kernel, (num_chunks,))(
-        topk_ids, counts, *routes.tiles, num_pairs, num_chunks, num_experts, BLOCK_M=block_m, **shape
-    )
+    launch(count_kernel, (num_chunks,))(topk_ids, counts, num_pairs, num_experts, **shape, **pdl_options(pdl))
+    place(topk_ids, counts, routes, num_chunks, num_experts, pdl, BLOCK_M=block_m, **shape)
     return routes
+
+
+def place(
+    topk_ids: torch.Tensor,
+    counts: torch.Tensor,
+    routes: Routes,
+    num_chunks: int,
+    num_experts: int,
+    pdl: bool,
+    **shape: int,
+) -> None:
+    """Write ``routes`` from the pairs of each expert in each chunk; ``shape``: CHUNK, BINS, BLOCK_M, num_warps."""
+    launch(place_kernel, (num_chunks + 1,))(
+        topk_ids, counts, *routes.tiles, routes.num_pairs, num_chunks, num_experts, **shape, **pdl_options(pdl)
+    )
 
 
 def empty_routes(

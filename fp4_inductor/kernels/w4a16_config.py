@@ -70,11 +70,13 @@ class DecodeConfig:
 
     Attributes:
         pdl: a kernel may start while the one before it still runs.
+        late: down may not start before gate_up has multiplied.
     """
 
     gate_up: DecodeGemm
     down: DecodeGemm
     pdl: bool = False
+    late: bool = False
 
 
 BLOCK = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
@@ -127,8 +129,8 @@ _PLAIN_90 = (
 # (2048, 768):
 _HOPPER = (
     Row(3, 8, 8, 1, GLUON, GLUON, pdl=True),
-    Row(10, 16, 16, 1, GLUON, GLUON, pdl=True),
-    Row(24, 32, 32, 1, GLUON, GLUON, pdl=True),
+    Row(10, 16, 8, 1, GLUON, GLUON, pdl=True),
+    Row(24, 32, 16, 1, GLUON, GLUON, pdl=True),
     # 32 tokens: e8m0 1.01 to 1.16; e4m3 gate_up of deepseek-v3 0.97, gpt-oss-120b 0.91.
     Row(48, 64, 16, 1, BLOCK, BLOCK, pdl=True, e8m0_only=True),
     # 64 tokens: mixtral 0.91, 0.81; qwen3-30b-a3b 0.94, 1.05.
@@ -194,6 +196,12 @@ _DECODE_WARPS = 5.5
 """Warps a multiprocessor that a GEMM for few tokens should have at least."""
 _DECODE_STEPS = 16
 """Steps that a warp of it should make at most."""
+_WIDE_PROGRAMS = 5
+"""Programs of 64 rows a multiprocessor from which a GEMM for two tokens and more has such."""
+_ONE_WARP = (9, 12)
+"""From how many on, and up to how many, which then all run at once, they are of one warp."""
+_LONG = 2560
+"""Columns from which they take two groups a step."""
 
 
 def choose_decode(
@@ -214,12 +222,19 @@ def choose_decode(
         return None
 
     def gemm(rows: int, columns: int) -> DecodeGemm:
+        wide = num_pairs * -(-rows // 64) / sm_count
+        if num_tokens > 1 and wide >= _WIDE_PROGRAMS:
+            if _ONE_WARP[0] <= wide <= _ONE_WARP[1]:
+                return DecodeGemm(block_n=64, split=1, groups=1, num_stages=6)
+            long = columns >= _LONG
+            return DecodeGemm(block_n=64, split=2, groups=1 + long, num_stages=4 - long)
         programs = num_pairs * -(-rows // 32)
         enough = (s for s in (2, 4) if programs * s >= _DECODE_WARPS * sm_count and columns <= s * 128 * _DECODE_STEPS)
         split = next(enough, 8)
         return DecodeGemm(block_n=32, split=split, groups=2, num_stages=4 if split == 2 else 3)
 
-    return DecodeConfig(gemm(*gate_up), gemm(*down), pdl=arch >= 90)
+    # With one token the start of down counts; with more its programs, waiting, would take the place of gate_up's.
+    return DecodeConfig(gemm(*gate_up), gemm(*down), pdl=arch >= 90, late=num_tokens > 1)
 
 
 def choose_split(num_blocks: int, steps: int, sm_count: int, hopper: bool = False) -> int:

@@ -168,6 +168,7 @@ def gate_up_decode_kernel(
     BOUND: tl.constexpr,
     KIND: tl.constexpr,
     PDL: tl.constexpr,
+    LATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """h = act(hidden @ w13) for BLOCK_N rows of one expert and all tokens, at most TOKENS."""
@@ -178,7 +179,8 @@ def gate_up_decode_kernel(
     DTYPE: tl.constexpr = hidden.dtype.element_ty
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
     expert, own, first = _expert_of_pair(topk_ids, pair, num_tokens, num_experts, top_k, TOKENS, SLOTS)
     if not first:
         return
@@ -201,6 +203,8 @@ def gate_up_decode_kernel(
         E4M3,
         INTERPRETED,
     )
+    if PDL and LATE:
+        gdc_launch_dependents()
     total = total * factor[:, None] + shift[:, None]
     out = activation(total, (alpha, beta, limit, up_limit), GATED, BOUND, KIND)
     i = row // (2 if GATED else 1) + tl.arange(0, out.shape[0])

@@ -87,8 +87,12 @@ def count_kernel(
     num_experts,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """One program a chunk."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     chunk = tl.program_id(0)
     key = _keys(topk_ids, chunk * CHUNK + tl.arange(0, CHUNK), num_pairs, num_experts)
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(key, BINS))
@@ -109,8 +113,11 @@ def place_kernel(
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
-    """Place one chunk's pairs; the first program also cuts the tiles."""
+    """Place one chunk's pairs, a program a chunk; one more cuts the tiles."""
+    if PDL:
+        gdc_wait()
     STEP: tl.constexpr = 32 if BINS <= 256 else 8192 // BINS  # more counters at a time spill registers
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -123,8 +130,11 @@ def place_kernel(
         earlier_sums += tl.where(row < chunk, found, 0)
     total = tl.sum(all_sums, axis=0)
     earlier = tl.sum(earlier_sums, axis=0)
-    if chunk == 0:
+    if chunk == num_chunks:
         _write_tiles(total, num_experts, num_tiles, tile_expert, tile_row, expert_end, BLOCK_M)
+        if PDL:
+            gdc_launch_dependents()
+        return
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     key = _keys(topk_ids, pair, num_pairs, num_experts)
     rank = _chunk_rank(topk_ids, chunk * CHUNK, num_pairs, num_experts, key, CHUNK)
@@ -132,3 +142,5 @@ def place_kernel(
     # A pair's row: all smaller experts, then its expert's pairs of earlier chunks, then those before it in this one.
     base = tl.cumsum(total, axis=0) - total + earlier - (tl.cumsum(own, axis=0) - own)
     tl.store(order + tl.gather(base, key, 0) + rank, pair, mask=pair < num_pairs)
+    if PDL:
+        gdc_launch_dependents()

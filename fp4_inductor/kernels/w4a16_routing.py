@@ -10,9 +10,8 @@ import triton
 
 from ..spec import RUNTIME, RouterSpec
 from .launch import launch
-from .w4a16 import INTERPRETED, Routes, empty_routes, pdl_options
+from .w4a16 import INTERPRETED, Routes, empty_routes, pdl_options, place
 from .w4a16_config import DecodeConfig, W4A16Config
-from .w4a16_route import place_kernel
 from .w4a16_topk import topk_kernel
 
 _ALONE = 1024
@@ -85,9 +84,7 @@ def route_from_logits(
     _launch(logits, router, ids, weights, block, written, **alike)
     if not alone:
         with torch.cuda.device_of(logits):
-            launch(place_kernel, (num_chunks,))(
-                ids, counts, *routes.tiles, num_pairs, num_chunks, num_experts, **sort, num_warps=4
-            )
+            place(ids, counts, routes, num_chunks, num_experts, config.pdl, **sort, num_warps=4)
     return routes
 
 

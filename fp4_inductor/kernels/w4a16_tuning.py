@@ -81,7 +81,8 @@ def _gemms(config: W4A16Config, part: str) -> Iterator[W4A16Config]:
     if config.hopper:
         others += [kind for kind in _kinds(config) if (kind.hopper, kind.num_warps) != (gemm.hopper, gemm.num_warps)]
     for other in others:
-        yield replace(config, gate_up=other) if part == "gate_up" else replace(config, down=other)
+        min_m = config.min_m if other.hopper else max(config.min_m, _PLAIN_TILES)
+        yield replace(config, min_m=min_m, **{part: other})  # type: ignore[arg-type]
 
 
 def _kinds(config: W4A16Config) -> Iterator[GemmConfig]:
@@ -89,7 +90,7 @@ def _kinds(config: W4A16Config) -> Iterator[GemmConfig]:
     yield GLUON
     if config.block_m >= _WIDE_TILES:
         yield GLUON_WIDE
-    if config.min_m >= _PLAIN_TILES:
+    if config.block_m >= _PLAIN_TILES:
         yield BLOCK
 
 

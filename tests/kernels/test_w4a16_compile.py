@@ -138,12 +138,12 @@ def test_few_tokens_where_other_kernels_are_chosen(arch: int, e4m3: bool) -> Non
     """Two programs of each kernel fit a multiprocessor; the first wait stands before the first trigger."""
     decode = DECODE | {"E4M3": e4m3, "PDL": arch >= 90}
     down = decode | {"TOKENS": 8, "SLOTS": 4, "BLOCK_N": 32, "PARTS": 4}
-    gate_up = down | {"GATED": True, "BOUND": "clamp", "KIND": "silu"}
-    for kernel, constants, warps, orders in (
-        (w4a16_decode.gate_up_decode_kernel, gate_up, 4, ["wait", "launch_dependents"]),
-        (w4a16_decode.down_decode_kernel, down, 4, ["wait", "wait", "launch_dependents"]),
+    gate_up = down | {"GATED": True, "BOUND": "clamp", "KIND": "silu", "LATE": True}
+    for kernel, constants, orders in (
+        (w4a16_decode.gate_up_decode_kernel, gate_up, ["wait", "launch_dependents"]),
+        (w4a16_decode.down_decode_kernel, down, ["wait", "wait", "launch_dependents"]),
     ):
-        built = compile_for(arch, kernel, constants, "bf16", num_warps=warps, num_stages=3)
+        built = compile_for(arch, kernel, constants, "bf16", num_warps=4, num_stages=3)
         assert "mma.sync" in built.asm["ptx"]
         assert 2 * built.metadata.shared <= DeviceInfo.parse(f"sm_{arch}").shared_memory
         found = re.findall(r"griddepcontrol\.(\w+)", built.asm["ptx"])
@@ -163,23 +163,41 @@ DEEPSEEK = (8, 256, (4096, 7168), (7168, 2048))
 
 
 @pytest.mark.parametrize(
-    ("layer", "num_tokens", "warps"),
+    ("layer", "num_tokens", "rows", "warps"),
     [
-        (GPT_OSS, 1, (2, 4)),
-        (GPT_OSS, 2, (2, 2)),
-        (GPT_OSS, 4, (2, 2)),
-        (QWEN3, 1, (2, 2)),
-        (QWEN3, 4, (2, 2)),
-        (MIXTRAL, 1, (2, 8)),
-        (MIXTRAL, 2, (2, 8)),
-        (DEEPSEEK, 1, (4, 2)),
+        (GPT_OSS, 1, (32, 32), (2, 4)),
+        (GPT_OSS, 2, (64, 32), (2, 2)),
+        (GPT_OSS, 4, (64, 64), (1, 2)),
+        (QWEN3, 1, (32, 32), (2, 2)),
+        (QWEN3, 2, (32, 32), (2, 2)),
+        (QWEN3, 4, (64, 64), (2, 2)),
+        (MIXTRAL, 1, (32, 32), (2, 8)),
+        (MIXTRAL, 2, (64, 32), (2, 8)),
+        (DEEPSEEK, 1, (32, 32), (4, 2)),
+        (DEEPSEEK, 2, (64, 64), (2, 2)),
     ],
 )
-def test_warps_that_share_k_for_few_tokens(layer: tuple[Any, ...], num_tokens: int, warps: tuple[int, int]) -> None:
+def test_how_few_tokens_are_cut(
+    layer: tuple[Any, ...], num_tokens: int, rows: tuple[int, int], warps: tuple[int, int]
+) -> None:
     config = choose_decode(90, 132, num_tokens, *layer)
     assert config is not None
+    assert (config.gate_up.block_n, config.down.block_n) == rows
     assert (config.gate_up.split, config.down.split) == warps
     assert config.pdl
+    assert config.late == (num_tokens > 1)
+
+
+def test_down_starts_while_gate_up_multiplies_or_after_it() -> None:
+    """A program that waits to be allowed to read takes a place that one that multiplies may need."""
+    constants = DECODE | {"TOKENS": 1, "SLOTS": 4, "BLOCK_N": 32, "PARTS": 2, "E4M3": False, "PDL": True}
+    constants |= {"GATED": True, "BOUND": "clamp", "KIND": "silu"}
+    for late in (False, True):
+        built = compile_for(
+            90, w4a16_decode.gate_up_decode_kernel, constants | {"LATE": late}, "bf16", num_warps=2, num_stages=4
+        )
+        before = built.asm["ptx"].split("griddepcontrol.launch_dependents")[0]
+        assert ("mma.sync" in before) == late
 
 
 def test_when_tokens_are_few() -> None:

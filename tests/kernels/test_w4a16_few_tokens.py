@@ -22,6 +22,8 @@ from fp4_inductor.spec import GateUpOrder, Operand, RouterSpec, Scoring
 pytestmark = pytest.mark.gpu
 TWO_WARPS = DecodeGemm(block_n=32, split=2, groups=2, num_stages=4)
 EIGHT_WARPS = DecodeGemm(block_n=32, split=8, groups=2, num_stages=3)
+WIDE = DecodeGemm(block_n=64, split=2, groups=2, num_stages=3)
+ONE_WARP = DecodeGemm(block_n=64, split=1, groups=1, num_stages=6)
 LAYER: dict[str, Any] = {
     "num_experts": 12,
     "top_k": 4,
@@ -37,12 +39,17 @@ GPT_OSS = RouterSpec(Scoring.SOFTMAX, topk_before_scoring=True)
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 
 
-@pytest.fixture(autouse=True, params=[(TWO_WARPS, EIGHT_WARPS), (EIGHT_WARPS, TWO_WARPS)], ids=["two", "eight"])
+@pytest.fixture(
+    autouse=True,
+    params=[(TWO_WARPS, EIGHT_WARPS, True), (EIGHT_WARPS, TWO_WARPS, False), (ONE_WARP, WIDE, True)],
+    ids=["two", "eight", "wide"],
+)
 def _cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     from fp4_inductor.kernels import w4a16
 
-    config = DecodeConfig(*request.param, pdl=torch.cuda.get_device_capability()[0] >= 9)
+    *cut, late = request.param
+    config = DecodeConfig(*cut, pdl=torch.cuda.get_device_capability()[0] >= 9, late=late)
     monkeypatch.setattr(w4a16, "choose_decode", lambda *args: config)
 
 

@@ -40,9 +40,10 @@ def run(case: MoECase) -> torch.Tensor:
 
 TWO_WARPS = DecodeGemm(block_n=32, split=2, groups=2, num_stages=4)
 EIGHT_WARPS = DecodeGemm(block_n=32, split=8, groups=2, num_stages=3)
+ONE_WARP = DecodeGemm(block_n=64, split=1, groups=1, num_stages=6)
 FEW = {**EXPERTS_CASES, "gpt_oss": {**EXPERTS_CASES["gpt_oss"], "hidden_size": 160, "intermediate_size": 64}}
 """Each expert of a token takes programs of its own: few rows do, and the last tile of them is not full."""
-cuts = pytest.mark.parametrize("cut", [TWO_WARPS, EIGHT_WARPS], ids=["two", "eight"])
+cuts = pytest.mark.parametrize("cut", [TWO_WARPS, EIGHT_WARPS, ONE_WARP], ids=["two", "eight", "one"])
 
 
 def use_decode_kernels(monkeypatch: pytest.MonkeyPatch, cut: DecodeGemm) -> None:
