@@ -44,6 +44,7 @@ PROBE_ERRORS: tuple[type[Exception], ...] = (
 )
 """What FlashInfer's functions raise where they cannot run. Not MemoryError, which is nobody's refusal."""
 ANOTHER = "leave fp4moe.backend out, so that another backend is chosen"
+LOCAL_IDS = "subtract the first expert's number from ids in the graph: what is then outside [0, E) contributes nothing"
 _MAX_EXPERTS, _MAX_TOP_K = 2048, 32
 _WEIGHTS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -94,8 +95,9 @@ def common_reasons(modes: Sequence[Mode], spec: MoESpec, device: DeviceInfo) -> 
         got = f"{spec.router.num_null_experts} null experts, which give a token expert 0 more than once"
         yield Reason(ReasonCode.ROUTING, "distinct experts for each token", got, ANOTHER)
     if spec.local_experts is not None:
-        got, cure = str(spec.local_experts), "keep all experts of a layer on one device"
-        yield Reason(ReasonCode.PARALLEL, "every expert on this device", got, cure)
+        yield Reason(
+            ReasonCode.PARALLEL, "ids that count the experts of this device", f"{spec.local_experts}", LOCAL_IDS
+        )
 
 
 def half_reasons(spec: MoESpec, *, common: bool) -> Iterator[Reason]:
@@ -222,6 +224,13 @@ def unless_empty(kernel: Callable[[ExpertsCall], torch.Tensor]) -> Callable[[Exp
         return kernel(call)
 
     return run
+
+
+def present_ids(call: ExpertsCall) -> torch.Tensor:
+    """int32 [T, k] contiguous, -1 for a route to no expert here; some kernels read 16 bits of an id."""
+    ids = call.topk_ids
+    inside = (ids >= 0) & (ids < call.w13.codes.shape[0])
+    return torch.where(inside, ids, -1).to(torch.int32).contiguous()
 
 
 def padded_hidden(hidden: torch.Tensor, size: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ..plan import Prepared
 from ..reasons import Reason, ReasonCode
 from ..spec import ActivationSpec, MoESpec, Operand
 from .base import ExpertsCall
-from .flashinfer_common import ANOTHER, Mode
+from .flashinfer_common import ANOTHER, Mode, present_ids
 from .flashinfer_weights import Placing
 
 NO_LIMIT = torch.finfo(torch.float32).max
@@ -52,10 +52,7 @@ def needs_common_globals(spec: MoESpec) -> bool:
 
 def routes(call: ExpertsCall) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 ids, -1 for a route to no expert, and float32 weights, [T, k] each and contiguous."""
-    ids = call.topk_ids
-    inside = (ids >= 0) & (ids < call.w13.codes.shape[0])
-    kept = torch.where(inside, ids, -1).to(torch.int32)
-    return kept.contiguous(), call.topk_weights.to(torch.float32).contiguous()
+    return present_ids(call), call.topk_weights.to(torch.float32).contiguous()
 
 
 def pieces(call: ExpertsCall) -> list[slice]:

@@ -37,6 +37,7 @@ from .flashinfer_common import (
     half_reasons,
     padded_hidden,
     padding_text,
+    present_ids,
     unless_empty,
 )
 from .flashinfer_weights import PRODUCT_FACTOR, Placing, ones
@@ -97,7 +98,7 @@ def _fused_moe(
     beta = by_expert(call.activation.beta, 0.0, codes)  # type: ignore[arg-type]
     out: torch.Tensor = cutlass_fused_moe(
         input=hidden,
-        token_selected_experts=call.topk_ids.to(torch.int32).contiguous(),
+        token_selected_experts=present_ids(call),
         token_final_scales=call.topk_weights.to(torch.float32).contiguous(),
         fc1_expert_weights=codes,
         fc2_expert_weights=call.w2.codes,

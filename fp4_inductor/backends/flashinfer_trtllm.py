@@ -37,6 +37,7 @@ from .flashinfer_common import (
     limit_reasons,
     padded_hidden,
     padding_text,
+    present_ids,
     unless_empty,
 )
 from .flashinfer_trtllm_routing import routes_inside, routing_args
@@ -140,11 +141,11 @@ def _routed(call: ExpertsCall, router: RouterCall | None, piece: slice) -> Calla
 
     if router is not None:
         return partial(trtllm_fp4_block_scale_moe, **routing_args(router, piece))
-    ids, weights = call.topk_ids[piece], call.topk_weights[piece]
+    weights = call.topk_weights[piece]
     weights = weights.float() if weights.dtype is torch.float16 else weights
     return partial(
         trtllm_fp4_block_scale_routed_moe,
-        topk_ids=(ids.to(torch.int32).contiguous(), weights.contiguous()),
+        topk_ids=(present_ids(call)[piece], weights.contiguous()),
         routing_bias=None,
         n_group=None,
         topk_group=None,

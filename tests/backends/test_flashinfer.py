@@ -142,6 +142,16 @@ def test_routing_as_given(mode: str, weights_dtype: torch.dtype) -> None:
 
 
 @every_mode
+def test_ids_far_outside_are_no_experts(mode: str) -> None:
+    """Kernels that read 16 bits of an id would take these for experts 0 and 1."""
+    made = case(mode)
+    ids = made.operands[Operand.TOPK_IDS].clone()
+    ids[:3, 0] = 1 << 16
+    ids[3:, 0] = (1 << 32) + 1
+    check(mode, MoECase(made.spec, {**made.operands, Operand.TOPK_IDS: ids}))
+
+
+@every_mode
 def test_no_tokens(mode: str, calls: list[str]) -> None:
     made = case(mode)
     first = (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS)
