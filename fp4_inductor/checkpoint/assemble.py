@@ -54,8 +54,11 @@ def assembled_shape(placement: Placement, num_experts: int) -> tuple[int, ...]:
     for name, operation in zip(names, placement.operations, strict=True):
         if name in (_STACK, _JOIN, _ALTERNATE) and operation.dim != (0 if name == _STACK else row_axis):
             _refuse(placement, "experts stacked first and rows joined", f"{name} over axis {operation.dim}")
-        if name == _ALTERNATE and (not operation.inverse or len(rows_of) != 2 or len(set(rows_of)) != 1):
+        together = name == _ALTERNATE and operation.inverse
+        if together and (len(rows_of) != 2 or len(set(rows_of)) != 1):
             _refuse(placement, "rows of gate and up that are put in turns", f"{name} of rows {rows_of}")
+        if name == _ALTERNATE and not together and (len(weights_of := placement.weights) != 1 or rows_of[0] % 2):
+            _refuse(placement, "rows of gate and up that are taken from their turns", f"{name} of {len(weights_of)}")
     return (*leading, *first[:-2], sum(rows_of), first[-1])
 
 
@@ -72,7 +75,8 @@ def assemble(placement: Placement, shape: tuple[int, ...]) -> PackedTensors:
     weights = _fp4(placement.weights)
     stacked = _STACK in {type(operation).__name__ for operation in placement.operations}
     if len(weights) == 1 and not stacked:
-        return weights[0].read()
+        tensors = weights[0].read()
+        return _apart(tensors) if _takes_turns_apart(placement) else tensors
     fmt = weights[0].format
     codes = torch.empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8, device="cpu")
     scale = torch.empty(*shape[:-1], shape[-1] // fmt.block_size, dtype=fmt.scale_dtype, device="cpu")
@@ -89,6 +93,21 @@ def assemble(placement: Placement, shape: tuple[int, ...]) -> PackedTensors:
             present = [number for number in of_group if number is not None]
             global_scales.append(torch.stack(present) if stacked else present[0])
     return PackedTensors(codes, scale, _join_global_scales(global_scales, slices, shape) if global_scales else None)
+
+
+def _takes_turns_apart(placement: Placement) -> bool:
+    return any(type(operation).__name__ == _ALTERNATE and not operation.inverse for operation in placement.operations)
+
+
+def _apart(tensors: PackedTensors) -> PackedTensors:
+    """Rows of gate and up in turns, ``[..., N, K/2]``, as all of gate's and then all of up's."""
+    rows = tensors.codes.shape[-2]
+    order = torch.cat([torch.arange(0, rows, 2, device="cpu"), torch.arange(1, rows, 2, device="cpu")])
+    scale = tensors.scale.view(torch.uint8).index_select(-2, order).view(tensors.scale.dtype)
+    global_scale = tensors.global_scale
+    if global_scale is not None and global_scale.shape[-1] == rows:
+        global_scale = global_scale.index_select(-1, order)
+    return PackedTensors(tensors.codes.index_select(-2, order), scale, global_scale)
 
 
 def _rows(placement: Placement) -> list[slice]:

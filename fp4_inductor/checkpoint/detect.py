@@ -16,7 +16,7 @@ LAYOUTS = (gpt_oss, openai_gpt_oss, modelopt, compressed_tensors, deepseek_v4, t
 
 ACTIVATION_SCALES = re.compile(
     r"(\.|_proj_)((input|output|activation|prob_output|q|k|v|kv)_(global_)?scale(_2)?|(input|output|q|k|v)_zero_point)$"
-    r"|\.[kv]_proj\.[kv]_bias$"
+    r"|\.[kv]_proj\.[kv]_bias$|_weight\.(input_amax|original_shape)$"
 )
 """Scales of activations and of the cache: weights are FP4 here, what flows through them is not."""
 

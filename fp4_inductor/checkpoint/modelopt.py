@@ -3,7 +3,8 @@
 NVFP4 has e4m3 scales, one per 16 or per 32, under a ``weight_scale_2`` that multiplies; MXFP4 has e8m0 bits as
 uint8 and nothing above. A linear layer is ``[N, K/2]``. Fused experts put the suffixes after the parameter's own
 name and are stored ``[E, N, K/2]``, or ``[E, K/2, N]`` where the module keeps K second; which of the two, only the
-shapes of codes and scales together say. Source: nvidia-modelopt 0.47, torch/export; vLLM 0.33, quark.
+shapes of codes and scales together say. Inkling's experts have ``X.scale`` and ``X.scale2`` instead. Source:
+nvidia-modelopt 0.47, torch/export; vLLM 0.33, quark and inkling.
 """
 
 from __future__ import annotations
@@ -30,24 +31,26 @@ def find(files: CheckpointFiles) -> Iterator[Fp4Weight]:
     Raises:
         CheckpointError: parts that are missing, or that do not fit together.
     """
-    scales = {
-        key: _join(key, "weight_scale")
+    found = [
+        (key, scale, global_scale)
         for key, stored in files.tensors.items()
-        if stored.dtype == torch.uint8 and _join(key, "weight_scale") in files.tensors
-    }
-    is_e4m3 = [key for key, scale in scales.items() if files.tensors[scale].dtype == torch.float8_e4m3fn]
-    require(files.tensors, (_join(key, "weight_scale_2") for key in is_e4m3), DESCRIPTION)
-    for key, scale in scales.items():
-        yield _weight(files, key, scale)
+        for scale, global_scale in _scales(key)
+        if stored.dtype == torch.uint8 and scale in files.tensors
+    ]
+    is_e4m3 = [names for names in found if files.tensors[names[1]].dtype == torch.float8_e4m3fn]
+    require(files.tensors, (global_scale for _, _, global_scale in is_e4m3), DESCRIPTION)
+    for names in found:
+        yield _weight(files, *names)
 
 
-def _join(key: str, part: str) -> str:
-    """``X.weight`` has ``X.part`` beside it, any other parameter ``X`` has ``X_part``."""
-    return f"{key.removesuffix(_CODES)}.{part}" if key.endswith(_CODES) else f"{key}_{part}"
+def _scales(key: str) -> tuple[tuple[str, str], ...]:
+    """Where the scale and the global scale of codes would be: beside ``X.weight``, or after the name of a parameter."""
+    if key.endswith(_CODES):
+        return ((f"{key}_scale", f"{key}_scale_2"),)
+    return (f"{key}_weight_scale", f"{key}_weight_scale_2"), (f"{key}.scale", f"{key}.scale2")
 
 
-def _weight(files: CheckpointFiles, key: str, scale_key: str) -> Fp4Weight:
-    global_key = _join(key, "weight_scale_2")
+def _weight(files: CheckpointFiles, key: str, scale_key: str, global_key: str) -> Fp4Weight:
     has_global = global_key in files.tensors
     stored = files.tensors[scale_key]
     fmt, k_first = oriented_format(f"reading {DESCRIPTION}", stored.dtype, files.tensors[key].shape, stored.shape, key)

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from fp4_values import nearest_bfloat16
-from layout_writers import LINEARS, write_per_expert
+from fp4_values import nearest_bfloat16, random_fp4
+from layout_writers import LINEARS, Checkpoint, save_config, write_per_expert
 from test_layouts import assert_exact, assert_runs
 
 from fp4_inductor.checkpoint import load
@@ -144,5 +144,75 @@ def test_layers_that_transformers_leaves_out(tmp_path: Path) -> None:
         "model.layers.61.eh_proj.weight": torch.ones(64, 128),
         "model.layers.61.enorm.weight": torch.ones(64),
     }
+    made.rewrite()
+    assert_exact(load(tmp_path), made)
+
+
+INKLING = {
+    "text_config": {
+        "vocab_size": 96,
+        "unpadded_vocab_size": 96,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "sliding_window_size": 8,
+        "d_rel": 4,
+        "rel_extent": 16,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 96,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["hybrid_sliding", "hybrid"],
+        "pad_token_id": 0,
+    },
+    "audio_config": {"text_hidden_size": 64, "n_mel_bins": 4, "mel_vocab_size": 8},
+    "vision_config": {
+        "text_hidden_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "patch_size": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("by_modelopt", [True, False], ids=["scale2", "weight_global_scale"])
+def test_stacked_rows_that_alternate_in_the_file_alone(by_modelopt: bool, tmp_path: Path) -> None:
+    """Inkling keeps gate's and up's rows in turns; transformers' table takes them apart."""
+    pytest.importorskip("transformers.models.inkling")
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = AutoConfig.for_model("inkling_mm_model", **INKLING)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    made, generator = Checkpoint(tmp_path, {}), torch.Generator().manual_seed(6)
+    for name, value in revert_weight_conversion(model, dict(model.state_dict())).items():
+        made.tensors[name] = value.clone()
+        if not name.endswith(("experts.w13_weight", "experts.w2_weight")):
+            continue
+        weight = random_fp4(tuple(value.shape), generator, block=16, is_e4m3=True)
+        multiplier = torch.rand(4, generator=generator) * 1e-4 + 3e-4
+        weight.global_scale = multiplier.double().reshape(-1, 1, 1)
+        parts = {"scale": weight.scales(), "scale2": multiplier, "input_amax": torch.ones(1)}
+        if by_modelopt:
+            made.tensors[name] = weight.packed()
+        else:
+            del made.tensors[name]
+            divisor = 1 / multiplier
+            weight.global_scale = 1 / divisor.double().reshape(-1, 1, 1)
+            parts = {"weight_packed": weight.packed(), "weight_scale": weight.scales(), "weight_global_scale": divisor}
+        made.tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        exact = weight.exact()
+        in_model = name.replace("llm", "language_model").replace("w13_weight", "gate_up_proj")
+        in_model = in_model.replace("w2_weight", "down_proj")
+        made.exact[in_model] = torch.cat([exact[:, 0::2], exact[:, 1::2]], dim=1) if "w13" in name else exact
+    save_config(tmp_path, config, {"quant_method": "modelopt" if by_modelopt else "compressed-tensors"})
     made.rewrite()
     assert_exact(load(tmp_path), made)
