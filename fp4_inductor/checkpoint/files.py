@@ -71,13 +71,15 @@ class CheckpointFiles:
             with stored.file.open("rb") as stream:
                 # A private map is writable, which torch asks of memory; nothing writes to it.
                 self._maps[stored.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        source = torch.frombuffer(
-            self._maps[stored.file], dtype=torch.uint8, count=stored.nbytes, offset=stored.begin
-        ).clone()
-        self._bytes_mapped += stored.nbytes
-        if self._bytes_mapped >= _DROP_EVERY:
-            self._drop_pages()
-        return source.view(stored.dtype).reshape(stored.shape)
+        mapped = self._maps[stored.file]
+        read = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
+        for begin in range(0, stored.nbytes, _DROP_EVERY):
+            part = read[begin : begin + _DROP_EVERY]
+            part.copy_(torch.frombuffer(mapped, dtype=torch.uint8, count=len(part), offset=stored.begin + begin))
+            self._bytes_mapped += len(part)
+            if self._bytes_mapped >= _DROP_EVERY:
+                self._drop_pages()
+        return read.view(stored.dtype).reshape(stored.shape)
 
     def _drop_pages(self) -> None:
         self._bytes_mapped = 0
