@@ -7,12 +7,12 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..device import DeviceInfo
+from ..formats import BlockFormat
 from ..options import Options
 from ..select import select
 from ..spec import ActivationSpec, GateUpOrder, MoESpec
@@ -21,9 +21,14 @@ from .files import CheckpointFiles
 from .source import resolve_path
 from .weights import Fp4Weight, Weight
 
-_EXPERT = re.compile(r"(.*\.experts)\.(?:(\d+)\.)?(\w+?)(?:\.weight)?")
+_EXPERT = re.compile(r"(.*\.experts)\.(.+)")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""Of a layer or an expert: a whole part of a name."""
 _BIAS = r"experts\.(\d+\.)?down_proj[_.]bias$|mlp2_bias$|ffn_down_exps\.bias$"
 _DOWN = ("down_proj", "w2", "linear_2")
+_GATED = ("gate_proj", "gate_up_proj", "w1", "w13", "mlp1")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ACTS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 
 
 def add_parser(commands: Any) -> None:
@@ -90,11 +95,11 @@ def _rows(files: CheckpointFiles, weights: Sequence[Weight]) -> Iterator[tuple[s
     alike: dict[tuple[str, tuple[int, ...], str], list[Weight]] = defaultdict(list)
     for weight in weights:
         kind = str(weight.format) if isinstance(weight, Fp4Weight) else str(weight.dtype).removeprefix("torch.")
-        alike[re.sub(r"\d+", "*", weight.name), weight.shape, kind].append(weight)
+        alike[_NUMBER.sub("*", weight.name), weight.shape, kind].append(weight)
     for (name, shape, kind), group in sorted(alike.items()):
         if len(shape) < 2 and kind not in ("mxfp4", "nvfp4"):
             continue
-        layers = sorted({int(number) for weight in group for number in re.findall(r"\d+", weight.name)[:1]})
+        layers = sorted({int(number) for weight in group for number in _NUMBER.findall(weight.name)[:1]})
         size = sum(files.tensors[key].nbytes for weight in group for key in weight.keys)
         count = f"{len(group) // max(1, len(layers))} x " if len(group) > max(1, len(layers)) else ""
         yield _ranges(layers), name, f"{count}{' x '.join(map(str, shape))}", kind, _size(size)
@@ -111,39 +116,52 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "-"
 
 
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    weight: Fp4Weight
-    num_experts: int
-
-
-def _down(fp4: Sequence[Fp4Weight]) -> list[_Experts]:
-    """The down projection of each layer with experts, and how many experts it is of."""
-    by_layer: dict[str, list[Fp4Weight]] = defaultdict(list)
+def _expert_parts(fp4: Sequence[Fp4Weight]) -> Iterator[tuple[str, str, Fp4Weight]]:
+    """Of each weight of experts: the layer, "down_proj" or whatever its projection is called, and the weight."""
     for weight in fp4:
-        match = _EXPERT.fullmatch(weight.name)
-        if match and match[3] in _DOWN:
-            by_layer[match[1]].append(weight)
-    return [
-        _Experts(weights[0], weights[0].shape[0] if len(weights[0].shape) == 3 else len(weights))
-        for weights in by_layer.values()
-    ]
+        if match := _EXPERT.fullmatch(weight.name):
+            words = [word for word in match[2].split(".") if not word.isdigit() and word != "weight"]
+            yield match[1], ".".join(words).removesuffix("_weight"), weight
+
+
+def _sizes(fp4: Sequence[Fp4Weight], parts: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int, int, BlockFormat]]:
+    """E, H, I and the format of each layer with experts, by its down projection."""
+    by_layer: dict[str, list[Fp4Weight]] = defaultdict(list)
+    for layer, projection, weight in _expert_parts(fp4):
+        if projection in _DOWN:
+            by_layer[layer].append(weight)
+    for weights in by_layer.values():
+        first, said = weights[0], _said(parts, _COUNTS)
+        rows, intermediate_size = first.shape[-2:]
+        if len(first.shape) == 3:
+            yield first.shape[0], rows, intermediate_size, first.format
+        elif len(weights) > 1 or not said:
+            yield len(weights), rows, intermediate_size, first.format
+        else:  # all of them, under one another
+            yield said, rows // said, intermediate_size, first.format
+
+
+def _said(parts: Sequence[dict[str, Any]], names: Sequence[str]) -> int | None:
+    return next((part[name] for part in parts for name in names if isinstance(part.get(name), int)), None)
+
+
+def _activation(parts: Sequence[dict[str, Any]], is_gated: bool, has_bias: bool) -> ActivationSpec:
+    """What the config says of it; so far gpt-oss alone has biases."""
+    limit = next((part["swiglu_limit"] for part in parts if isinstance(part.get("swiglu_limit"), (int, float))), None)
+    if has_bias:
+        return ActivationSpec("silu", alpha=1.702, beta=1.0, limit=limit)
+    names = ("mlp_hidden_act", "hidden_activation", "hidden_act")
+    said = [part.get(name) for part in parts for name in names]
+    kind: Any = next((_ACTS[name] for name in said if isinstance(name, str) and name in _ACTS), "silu")
+    return ActivationSpec(kind, gated=is_gated, limit=limit)
 
 
 def _blocks(files: CheckpointFiles, fp4: Sequence[Fp4Weight]) -> list[MoESpec]:
-    """Each kind of block by its sizes: a SwiGLU, with biases where the file has them, and routing that is given."""
+    """Each kind of block by its sizes, with biases where the file has them, and routing that is given."""
     parts = [files.config, *(part for part in files.config.values() if isinstance(part, dict))]
-    names = ("num_experts_per_tok", "experts_per_token", "moe_top_k", "top_k_experts")
-    top_k = next((part[name] for part in parts for name in names if isinstance(part.get(name), int)), None)
-    limit = next((part["swiglu_limit"] for part in parts if isinstance(part.get("swiglu_limit"), (int, float))), None)
+    top_k = _said(parts, ("num_experts_per_tok", "experts_per_token", "moe_top_k", "top_k_experts"))
     has_bias = any(re.search(_BIAS, key) for key in files.tensors)
-    activation = ActivationSpec("silu", limit=limit)
-    if has_bias:  # so far gpt-oss alone has them
-        activation = ActivationSpec("silu", alpha=1.702, beta=1.0, limit=limit)
-    sizes = {
-        (experts.num_experts, experts.weight.shape[-2], experts.weight.shape[-1], experts.weight.format)
-        for experts in _down(fp4)
-    }
+    is_gated = any(projection in _GATED for _, projection, _ in _expert_parts(fp4))
     if top_k is None:
         return []
     return [
@@ -153,13 +171,13 @@ def _blocks(files: CheckpointFiles, fp4: Sequence[Fp4Weight]) -> list[MoESpec]:
             hidden_size,
             intermediate_size,
             weight_format=fmt,
-            activation=activation,
+            activation=_activation(parts, is_gated, has_bias),
             weights_dtype=torch.bfloat16,
             w13_order=GateUpOrder.INTERLEAVED if has_bias else GateUpOrder.GATE_UP,
             has_w13_bias=has_bias,
             has_w2_bias=has_bias,
         )
-        for num_experts, hidden_size, intermediate_size, fmt in sorted(sizes, key=str)
+        for num_experts, hidden_size, intermediate_size, fmt in sorted(set(_sizes(fp4, parts)), key=str)
     ]
 
 

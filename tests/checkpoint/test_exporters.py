@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from fp4_values import nearest_bfloat16, random_fp4
-from layout_writers import LINEARS, Checkpoint, save_config, write_per_expert
+from layout_writers import LINEARS, Checkpoint, save_config, write_per_expert, write_stacked
 from test_layouts import assert_exact, assert_runs
 
 from fp4_inductor.checkpoint import load
+from fp4_inductor.checkpoint.files import CheckpointFiles
+from fp4_inductor.checkpoint.inspection import describe
+from fp4_inductor.device import DeviceInfo
 
 MODULELISTS = r"\.experts\.(\d+)\.(\w+)\.", r".experts.\2.\1."
 SPELLINGS: dict[str, tuple[str, str, str]] = {
@@ -27,12 +31,16 @@ SPELLINGS: dict[str, tuple[str, str, str]] = {
 """Family, and a pattern of its names with what an exporter writes in its place."""
 
 
+def renamed(made: Checkpoint, pattern: str, replacement: str) -> None:
+    made.tensors = {re.sub(pattern, replacement, name): value for name, value in made.tensors.items()}
+    made.rewrite()
+
+
 @pytest.mark.parametrize("case", SPELLINGS)
 def test_names_that_exporters_change(case: str, tmp_path: Path) -> None:
     family, pattern, replacement = SPELLINGS[case]
     made = write_per_expert(tmp_path, "modelopt nvfp4", family, dense=False)
-    made.tensors = {re.sub(pattern, replacement, name): value for name, value in made.tensors.items()}
-    made.rewrite()
+    renamed(made, pattern, replacement)
     assert_exact(load(tmp_path), made)
 
 
@@ -146,6 +154,33 @@ def test_layers_that_transformers_leaves_out(tmp_path: Path) -> None:
     }
     made.rewrite()
     assert_exact(load(tmp_path), made)
+
+
+INSPECTED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "one by one": (lambda path: write_per_expert(path, "quark mxfp4", "mixtral"), "swiglu"),
+    "stacked": (lambda path: write_stacked(path, "llama4_text", k_first=True), "swiglu"),
+    "under one another": (
+        lambda path: write_stacked(path, "qwen3_moe", k_first=False, inverse=True, flat=True),
+        "swiglu",
+    ),
+    "projections hold experts": (
+        lambda path: renamed(write_per_expert(path, "modelopt nvfp4"), *MODULELISTS),
+        "swiglu",
+    ),
+    "without gates": (
+        lambda path: renamed(write_per_expert(path, "modelopt nvfp4"), r"\.gate_proj\.", ".left_out."),
+        "silu",
+    ),
+    "with another activation": (lambda path: write_per_expert(path, "modelopt nvfp4", "gemma4_text"), "geglu_tanh"),
+}
+
+
+@pytest.mark.parametrize("case", INSPECTED)
+def test_inspect_counts_experts_under_any_name(case: str, tmp_path: Path) -> None:
+    write, activation = INSPECTED[case]
+    write(tmp_path)
+    page = "\n".join(describe(CheckpointFiles(tmp_path), DeviceInfo.parse("sm_90")))
+    assert re.search(rf"4x top-\d H=64 I=96 (nvfp4|mxfp4)×bfloat16 {activation} ", page), page
 
 
 INKLING = {
