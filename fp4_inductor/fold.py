@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from .emit import PREPARED
 from .host_memory import move_to_host
+from .layouts.huge_pages import to_huge_pages
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class PreparedWeight:
         self._sources = [weakref.ref(source, forget) for source in sources]
         self._stamps = [stamp(source) for source in sources]
         with torch.inference_mode(False), torch.no_grad():
-            value: torch.Tensor = recipe.function(*sources)
+            value = to_huge_pages(recipe.function(*sources))
             # An alias of its source would outlive it, and would be counted twice.
             storage = value.untyped_storage().data_ptr()
             aliases = any(storage == source.untyped_storage().data_ptr() for source in sources)

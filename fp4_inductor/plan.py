@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from .layouts.huge_pages import to_huge_pages
 from .spec import Operand
 
 
@@ -76,7 +77,7 @@ def resolve_op(name: str) -> torch._ops.OpOverload:
 
 def prepare(plan: KernelPlan, operands: Mapping[Operand, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The plan's prepared tensors by name, from canonical operands."""
-    return {p.name: p.fn(*(operands[o] for o in p.of)) for p in plan.prepared}
+    return {p.name: to_huge_pages(p.fn(*(operands[o] for o in p.of))) for p in plan.prepared}
 
 
 def run_plan(

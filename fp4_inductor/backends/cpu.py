@@ -16,7 +16,14 @@ from ..kernels.cpu_build import NO_COMPILER, BuildError
 from ..kernels.cpu_moe import Weight, run_experts
 from ..layouts.gate_up import RowOrder, reorder_gate_up, row_order
 from ..layouts.lane_scales import absorb_scale_signs
-from ..layouts.row_blocks import E4M3_FACTOR, ROWS, e4m3_magnitudes, to_row_blocks, to_scale_blocks
+from ..layouts.row_blocks import (
+    E4M3_FACTOR,
+    ROWS,
+    clear_nan_blocks,
+    e4m3_magnitudes,
+    to_row_blocks,
+    to_scale_blocks,
+)
 from ..plan import KernelPlan, Prepared
 from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import GateUpOrder, MoESpec, Operand
@@ -90,7 +97,7 @@ def _prepared(name: str, fmt: BlockFormat, order: GateUpOrder | None, rows: int,
         prepare(name, partial(_e4m3_codes, order), codes, scale)
         prepare(f"{name}_scale", partial(_e4m3_scales, order, repeats), scale)
     else:
-        prepare(name, partial(_codes, order), codes)
+        prepare(name, partial(_e8m0_codes, order), codes, scale)
         prepare(f"{name}_scale", partial(_scales, order, repeats), scale)
     if fmt.has_global_scale:
         factor = E4M3_FACTOR if fmt.scale_encoding == "e4m3" else 1.0
@@ -113,6 +120,10 @@ def _codes(order: GateUpOrder | None, codes: torch.Tensor) -> torch.Tensor:
 
 def _scales(order: GateUpOrder | None, repeats: int, scale: torch.Tensor) -> torch.Tensor:
     return to_scale_blocks(_ordered(order, scale.repeat_interleave(repeats, dim=-1)))
+
+
+def _e8m0_codes(order: GateUpOrder | None, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return _codes(order, clear_nan_blocks(codes, scale))
 
 
 def _e4m3_codes(order: GateUpOrder | None, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

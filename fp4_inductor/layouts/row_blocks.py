@@ -16,6 +16,7 @@ COLUMNS = 8
 E4M3_FACTOR = 256.0
 """What lanes of e4m3 scales are too small by: their seven bits are read as a float16's."""
 E4M3_NAN = 0xFF
+E8M0_NAN = 0xFF
 
 
 def to_row_blocks(codes: torch.Tensor) -> torch.Tensor:
@@ -44,6 +45,15 @@ def to_scale_blocks(scale: torch.Tensor) -> torch.Tensor:
 def from_scale_blocks(blocks: torch.Tensor) -> torch.Tensor:
     """Block scales [E, N, S] from blocks: the inverse of ``to_scale_blocks``."""
     return blocks.transpose(2, 3).flatten(1, 2)
+
+
+def clear_nan_blocks(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes [E, N, K/2], zero where the e8m0 scale, uint8 [E, N, S], is NaN.
+
+    Its bits are taken for an infinity's by whoever shifts them into a float32, and zero times that is NaN.
+    """
+    keep = (scale != E8M0_NAN).to(torch.uint8) * 0xFF
+    return (codes.reshape(*scale.shape, -1) & keep.unsqueeze(-1)).flatten(-2)
 
 
 def e4m3_magnitudes(scale: torch.Tensor) -> torch.Tensor:

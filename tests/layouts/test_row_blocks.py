@@ -6,6 +6,7 @@ import torch
 
 from fp4_inductor.layouts.row_blocks import (
     E4M3_FACTOR,
+    clear_nan_blocks,
     e4m3_magnitudes,
     from_row_blocks,
     from_scale_blocks,
@@ -45,3 +46,14 @@ def test_magnitudes_are_read_as_float16_bits() -> None:
     scale = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     as_float16 = (e4m3_magnitudes(scale).to(torch.int16) << 7).view(torch.float16)
     torch.testing.assert_close(as_float16.float() * E4M3_FACTOR, scale.float().abs(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_codes_of_blocks_without_a_scale_are_zero() -> None:
+    codes = torch.randint(1, 256, (2, 16, 32), dtype=torch.uint8)
+    scale = torch.full((2, 16, 2), 254, dtype=torch.uint8)
+    assert torch.equal(clear_nan_blocks(codes, scale), codes)
+    scale[1, 3, 1] = 255
+    cleared = clear_nan_blocks(codes, scale)
+    assert not cleared[1, 3, 16:].any()
+    cleared[1, 3, 16:] = codes[1, 3, 16:]
+    assert torch.equal(cleared, codes)

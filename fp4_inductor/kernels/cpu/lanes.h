@@ -37,12 +37,24 @@ FP4_INLINE uint16_t bfloat16_of(float value) {
   return static_cast<uint16_t>(value == value ? rounded : (bits >> 16) | 0x40);
 }
 
-// Block scales as float32 lanes. e8m0 bytes are exponents. e4m3 bytes are magnitudes without a sign, in which 255
-// stands for NaN; their lanes are 2**8 times too small, as a float16 of the same bits, and row factors make up for it.
+// Block scales as float32 lanes. e8m0 bytes are exponents; 255, which stands for NaN, becomes an infinity, and codes
+// are zero there, so that products with it are NaN. e4m3 bytes are magnitudes without a sign, in which 255 stands for
+// NaN; their lanes are 2**8 times too small, as a float16 of the same bits, and row factors make up for it.
 enum class ScaleKind { kE8m0, kE4m3 };
 
 constexpr uint32_t kE8m0Smallest = 0x00400000;  // 2**-127, which has no exponent bits
-constexpr uint32_t kQuietNan = 0x7FC00000;
+
+// What lanes have in common that multiply float32: a step takes one nibble of a word.
+struct FloatInputs {
+  static constexpr int kSteps = 8;
+  static constexpr bool kPairs = false;
+  using Input = float;
+
+  // Sixteen columns in the order of their nibbles.
+  static FP4_INLINE void to_inputs(const float* columns, Input* inputs) {
+    for (int i = 0; i < 2 * kColumns; ++i) inputs[i / kColumns * kColumns + i % kColumns / 2 + i % 2 * 4] = columns[i];
+  }
+};
 
 #if defined(FP4_AVX512BF16) || defined(FP4_AVX512)
 
@@ -63,10 +75,8 @@ struct Avx512Lanes {
     if constexpr (kind == ScaleKind::kE4m3) {
       return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
     } else {
-      const __m512i exponent = _mm512_cvtepu8_epi32(bytes);
-      const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(exponent, 23), _mm512_set1_epi32(kE8m0Smallest));
-      const __mmask16 nan = _mm512_cmpeq_epi32_mask(exponent, _mm512_set1_epi32(255));
-      return _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(kQuietNan)));
+      const __m512i exponent = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23);
+      return _mm512_castsi512_ps(_mm512_max_epu32(exponent, _mm512_set1_epi32(kE8m0Smallest)));
     }
   }
 
@@ -99,14 +109,17 @@ struct Lanes : Avx512Lanes {
     asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(pairs), "m"(input));
     return sum;
   }
+
+  // Sixteen columns as pairs, rounded to nearest even.
+  static FP4_INLINE void to_inputs(const float* columns, Input* inputs) {
+    const __m512 values = _mm512_loadu_ps(columns);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(inputs), (__m256i)_mm512_cvtneps_pbh(values));
+  }
 };
 
 #elif defined(FP4_AVX512)
 
-struct Lanes : Avx512Lanes {
-  static constexpr int kSteps = 8;
-  static constexpr bool kPairs = false;
-  using Input = float;
+struct Lanes : Avx512Lanes, FloatInputs {
   using Weights = __m512;
 
   static FP4_INLINE Weights weights(Codes codes, int step) {
@@ -122,12 +135,9 @@ struct Lanes : Avx512Lanes {
 
 #elif defined(FP4_AVX2)
 
-struct Lanes {
+struct Lanes : FloatInputs {
   static constexpr int kCount = 8;
-  static constexpr int kSteps = 8;
-  static constexpr bool kPairs = false;
   static constexpr int kMaxTokens = 7;
-  using Input = float;
   using Sum = __m256;
   using Scale = __m256;
   using Codes = __m256i;
@@ -146,11 +156,9 @@ struct Lanes {
     if constexpr (kind == ScaleKind::kE4m3) {
       return _mm256_mul_ps(_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7)), unit);
     } else {
-      const __m256i exponent = _mm256_cvtepu8_epi32(bytes);
-      const __m256i bits = _mm256_max_epu32(_mm256_slli_epi32(exponent, 23), _mm256_set1_epi32(kE8m0Smallest));
-      const __m256i nan = _mm256_cmpeq_epi32(exponent, _mm256_set1_epi32(255));
-      const __m256i all = _mm256_or_si256(bits, _mm256_and_si256(nan, _mm256_set1_epi32(kQuietNan)));
-      return _mm256_mul_ps(_mm256_castsi256_ps(all), unit);
+      const __m256i exponent = _mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
+      const __m256i bits = _mm256_max_epu32(exponent, _mm256_set1_epi32(kE8m0Smallest));
+      return _mm256_mul_ps(_mm256_castsi256_ps(bits), unit);
     }
   }
 
@@ -176,12 +184,9 @@ struct Lanes {
 #else
 
 // Any processor, by the vectors that GCC and Clang make of four lanes.
-struct Lanes {
+struct Lanes : FloatInputs {
   static constexpr int kCount = 4;
-  static constexpr int kSteps = 8;
-  static constexpr bool kPairs = false;
   static constexpr int kMaxTokens = 7;
-  using Input = float;
   typedef float Sum __attribute__((vector_size(16)));
   typedef uint32_t Codes __attribute__((vector_size(16)));
   using Scale = Sum;
@@ -200,13 +205,12 @@ struct Lanes {
     Scale lanes;
     for (int i = 0; i < kCount; ++i) {
       const uint32_t byte = scales[i];
-      uint32_t bits = byte << 23;
+      uint32_t bits = byte ? byte << 23 : kE8m0Smallest;
       if (kind == ScaleKind::kE4m3) {
         bits = byte < 8 ? bits_of(static_cast<float>(byte) * 0x1p-17f) : (byte << 20) + (112u << 23);
-      } else if (byte == 0) {
-        bits = kE8m0Smallest;
+        if (byte == 255) bits = 0x7FC00000;
       }
-      lanes[i] = byte == 255 ? float_of(kQuietNan) : float_of(bits);
+      lanes[i] = float_of(bits);
     }
     return lanes;
   }

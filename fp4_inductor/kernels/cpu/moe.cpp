@@ -93,11 +93,12 @@ struct Panel {
 
 struct Routes {
   std::vector<int64_t> slots;            // sorted by expert, and by token where it is the same
+  std::vector<int64_t> tokens;           // of each slot
   std::vector<Panel> panels;
   std::vector<int64_t> expert_panels;    // where each routed expert's panels begin, and the end
 };
 
-Routes sort_slots(const int64_t* ids, int64_t num_slots, int64_t num_experts) {
+Routes sort_slots(const int64_t* ids, int64_t num_slots, int64_t top_k, int64_t num_experts) {
   std::vector<int64_t> end(num_experts + 1, 0);
   auto known = [&](int64_t id) { return id >= 0 && id < num_experts; };
   for (int64_t i = 0; i < num_slots; ++i)
@@ -107,6 +108,8 @@ Routes sort_slots(const int64_t* ids, int64_t num_slots, int64_t num_experts) {
   routes.slots.resize(end[num_experts]);
   for (int64_t i = 0; i < num_slots; ++i)
     if (known(ids[i])) routes.slots[end[ids[i]]++] = i;
+  routes.tokens.reserve(routes.slots.size());
+  for (const int64_t slot : routes.slots) routes.tokens.push_back(slot / top_k);
   int64_t first = 0;
   for (int64_t expert = 0; expert < num_experts; first = end[expert++]) {
     const int64_t count = end[expert] - first;
@@ -122,46 +125,38 @@ Routes sort_slots(const int64_t* ids, int64_t num_slots, int64_t num_experts) {
   return routes;
 }
 
-// Where a column's activation stands among the inputs of its slot: pairs in order, floats as nibbles in their words.
-FP4_INLINE int64_t input_index(int64_t column) {
-  if (kPairs) return column / 2;
-  const int64_t inner = column % kColumns;
-  return column - inner + inner / 2 + inner % 2 * (kColumns / 2);
-}
+// Inputs of one slot in a panel for so many columns.
+constexpr int64_t inputs_of(int64_t columns) { return columns / kColumns * Lanes::kSteps; }
 
 void gather_panel(const Call& call, const Routes& routes, const Panel& panel, int64_t first_token, Input* inputs) {
   const int64_t columns = call.hidden_size;
-  const int64_t* slots = routes.slots.data() + panel.first;
-  for (int64_t column = 0; column < columns; column += kColumns) {
+  const int64_t* tokens = routes.tokens.data() + panel.first;
+  for (int64_t column = 0; column < columns; column += kRows) {
     for (int64_t slot = 0; slot < panel.slots; ++slot) {
-      const int64_t from = (first_token + slots[slot] / call.top_k) * columns + column;
-      Input* to = inputs + input_index(column) * panel.slots + slot;
+      const int64_t from = (first_token + tokens[slot]) * columns + column;
+      Input found[inputs_of(kRows)];
       if constexpr (kPairs) {
-        Input pairs[Lanes::kSteps];
-        std::memcpy(pairs, static_cast<const uint16_t*>(call.hidden) + from, sizeof pairs);
-        for (int i = 0; i < Lanes::kSteps; ++i) to[i * panel.slots] = pairs[i];
+        std::memcpy(found, static_cast<const uint16_t*>(call.hidden) + from, sizeof found);
       } else if (call.hidden_is_bfloat16) {
-        const uint16_t* values = static_cast<const uint16_t*>(call.hidden) + from;
-        for (int i = 0; i < kColumns; ++i) to[input_index(i) * panel.slots] = float_of(uint32_t{values[i]} << 16);
+        float values[kRows];
+        const uint16_t* given = static_cast<const uint16_t*>(call.hidden) + from;
+        for (int i = 0; i < kRows; ++i) values[i] = float_of(uint32_t{given[i]} << 16);
+        Lanes::to_inputs(values, found);
       } else {
-        const float* values = static_cast<const float*>(call.hidden) + from;
-        for (int i = 0; i < kColumns; ++i) to[input_index(i) * panel.slots] = values[i];
+        Lanes::to_inputs(static_cast<const float*>(call.hidden) + from, found);
       }
+      Input* to = inputs + inputs_of(column) * panel.slots + slot;
+      for (int64_t i = 0; i < inputs_of(kRows); ++i) to[i * panel.slots] = found[i];
     }
   }
 }
 
 // Rows [block * 16, block * 16 + 16) of h for one slot, which are columns of w2.
 FP4_INLINE void put_rows(const float* rows, int64_t block, const Panel& panel, int64_t slot, Input* inputs) {
-  Input* to = inputs + slot;
-  if constexpr (kPairs) {
-    for (int i = 0; i < kRows; i += 2) {
-      const uint32_t pair = bfloat16_of(rows[i]) | uint32_t{bfloat16_of(rows[i + 1])} << 16;
-      to[input_index(block * kRows + i) * panel.slots] = pair;
-    }
-  } else {
-    for (int i = 0; i < kRows; ++i) to[input_index(block * kRows + i) * panel.slots] = rows[i];
-  }
+  Input found[inputs_of(kRows)];
+  Lanes::to_inputs(rows, found);
+  Input* to = inputs + inputs_of(block * kRows) * panel.slots + slot;
+  for (int64_t i = 0; i < inputs_of(kRows); ++i) to[i * panel.slots] = found[i];
 }
 
 class Layer {
@@ -174,7 +169,7 @@ class Layer {
 
   void run(int64_t first_token, int64_t num_tokens) {
     const int64_t slots = num_tokens * call_.top_k;
-    routes_ = sort_slots(call_.ids + first_token * call_.top_k, slots, call_.num_experts);
+    routes_ = sort_slots(call_.ids + first_token * call_.top_k, slots, call_.top_k, call_.num_experts);
     const auto panels = static_cast<int64_t>(routes_.panels.size());
     const auto experts = static_cast<int64_t>(routes_.expert_panels.size()) - 1;
     const int64_t blocks = call_.intermediate_size / kRows, out_blocks = call_.hidden_size / kRows;
@@ -182,8 +177,8 @@ class Layer {
     const int64_t out_group = group_size(out_blocks, out_blocks, kOutShares);
     const int64_t groups = (blocks + group - 1) / group, out_groups = (out_blocks + out_group - 1) / out_group;
     gathered_ = static_cast<Input*>(call_.scratch);
-    h_ = gathered_ + slots * inputs(call_.hidden_size);
-    sums_ = call_.out_is_bfloat16 ? reinterpret_cast<float*>(h_ + slots * inputs(call_.intermediate_size))
+    h_ = gathered_ + slots * inputs_of(call_.hidden_size);
+    sums_ = call_.out_is_bfloat16 ? reinterpret_cast<float*>(h_ + slots * inputs_of(call_.intermediate_size))
                                   : static_cast<float*>(call_.out) + first_token * call_.hidden_size;
     const int64_t rows = call_.intermediate_size * (call_.activation.gated ? 3 : 2);
     const bool serial = slots * rows * call_.hidden_size / 2 < kSerialBytes;
@@ -207,8 +202,7 @@ class Layer {
 
  private:
   ScaleKind kind() const { return static_cast<ScaleKind>(call_.scale_kind); }
-  static int64_t inputs(int64_t columns) { return columns / kColumns * Lanes::kSteps; }
-  int64_t at(int64_t panel, int64_t columns) const { return routes_.panels[panel].first * inputs(columns); }
+  int64_t at(int64_t panel, int64_t columns) const { return routes_.panels[panel].first * inputs_of(columns); }
 
   // Blocks of one expert that a thread takes at once, of all that there are.
   int64_t group_size(int64_t blocks, int64_t all, int64_t shares) const {
@@ -245,7 +239,8 @@ class Layer {
         for (int64_t p = routes_.expert_panels[expert]; p < routes_.expert_panels[expert + 1]; ++p) {
           const Panel& panel = routes_.panels[p];
           const int64_t* slots = routes_.slots.data() + panel.first;
-          auto sum = [&](int64_t slot) { return sums_ + slots[slot] / call_.top_k * hidden_size + block * kRows; };
+          const int64_t* tokens = routes_.tokens.data() + panel.first;
+          auto sum = [&](int64_t slot) { return sums_ + tokens[slot] * hidden_size + block * kRows; };
           for (int64_t slot = 0; slot < panel.slots; ++slot) __builtin_prefetch(sum(slot), 1);
           w2_.multiply_block(panel.expert, block, h_ + at(p, call_.intermediate_size), panel.slots, product);
           for (int64_t slot = 0; slot < panel.slots; ++slot) {

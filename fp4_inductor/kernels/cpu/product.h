@@ -1,13 +1,11 @@
 // The one inner product: 16 rows of a packed weight by the activations of up to Lanes::kMaxTokens tokens.
 #pragma once
 
-#include <algorithm>
-
 #include "lanes.h"
 
 // How far ahead of use codes are fetched, in bytes: into the first cache, and across pages, where processors that
 // follow a stream by themselves stop. Scales are few.
-constexpr int kNear = 1024;
+constexpr int kNear = 2048;
 constexpr int kFar = 16384;
 constexpr int kScalesAhead = 2048;
 
@@ -19,7 +17,7 @@ constexpr int block_columns(ScaleKind kind) { return kind == ScaleKind::kE8m0 ? 
 template <ScaleKind kind, int tokens>
 void multiply(const uint8_t* codes, const uint8_t* scales, const Lanes::Input* panel, int64_t columns, float* out) {
   // Products wait for the one before them in their chain: few tokens take several chains.
-  constexpr int kChains = std::min(Lanes::kSteps, tokens > 4 ? 1 : tokens > 2 ? 2 : 8 / tokens);
+  constexpr int kChains = tokens == 1 ? Lanes::kSteps : tokens * 7 <= Lanes::kMaxTokens * 4 ? 2 : 1;
   for (int lane = 0; lane < kRows; lane += Lanes::kCount) {
     const uint8_t* code = codes + lane * (kChunkBytes / kRows);
     const uint8_t* scale = scales + lane;
