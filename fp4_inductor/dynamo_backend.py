@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import fx
 
 from .device import DeviceInfo
 from .emit import fused_calls
+from .exact_weights import references, values_at_hand
 from .graph_breaks import report_broken_experts
 from .input_names import name_inputs, names_of_inputs
 from .lowering_pass import Lowering, fold_and_compile, lower
@@ -85,6 +87,7 @@ def compile_with(
         on_report=on_report,
         generate_code=generate_code,
         input_names=names_of_inputs(gm),
+        inputs=references(example_inputs),
         later_patches={"coordinate_descent_tuning": user_tuning},
     )
     # A hit in AOTAutograd's cache never comes back to us, so where a report is owed it stays off.
@@ -121,6 +124,7 @@ def _inner_compile(
     on_report: Callable[[LoweringReport], None] | None,
     generate_code: bool,
     input_names: Sequence[str],
+    inputs: Sequence[weakref.ref[torch.Tensor] | None],
     later_patches: dict[str, Any],
     **kwargs: Any,
 ) -> Any:
@@ -131,7 +135,9 @@ def _inner_compile(
     compile_inner = config.patch(later_patches)(compile_fx_inner)
     name_inputs(gm.graph, input_names)
     as_written = None if generate_code else fx.GraphModule(gm, _copy_graph(gm))
-    lowering = _lower(gm, options, device, generate_code) if _may_rewrite(gm, kwargs, on_report) else None
+    lowering = None
+    if _may_rewrite(gm, kwargs, on_report):
+        lowering = _lower(gm, options, device, generate_code, values_at_hand(gm.graph, inputs))
     if lowering is not None:
         broken = report_broken_experts(gm.graph, lowering.report)
         if on_report is not None:
@@ -160,9 +166,15 @@ def _outside_cuda_graphs(graph: fx.Graph) -> dict[str, Any]:
     return {"custom_should_partition_ops": [*config.custom_should_partition_ops, *sorted(ops)]} if ops else {}
 
 
-def _lower(gm: fx.GraphModule, options: Options, device: DeviceInfo | None, try_kernels: bool) -> Lowering:
+def _lower(
+    gm: fx.GraphModule,
+    options: Options,
+    device: DeviceInfo | None,
+    try_kernels: bool,
+    values: Mapping[fx.Node, torch.Tensor],
+) -> Lowering:
     dump_graph("FP4MOE BEFORE", gm)
-    lowering = lower(gm.graph, options, device, try_kernels=try_kernels)
+    lowering = lower(gm.graph, options, device, try_kernels=try_kernels, values=values)
     gm.recompile()
     dump_report(lowering.report)
     return lowering

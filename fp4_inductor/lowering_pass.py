@@ -15,25 +15,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
+from .backends.base import KernelBackend
 from .compile_ahead import CompilingAhead
 from .device import DeviceInfo
 from .emit import Emitted, emit_plan
 from .errors import UnmatchedError
+from .exact_weights import refused_weights
 from .fold import FoldedCall, fold
 from .matching import Match, Recognition, find_matches
 from .options import Options
 from .probe import probe
+from .reasons import Reason
 from .report import LoweringReport, SiteReport, dump_graph, log_report
-from .select import Selection, select
-from .spec import Operand
+from .select import Probe, Selection, select
+from .spec import MoESpec, Operand
 from .tuned_plan import tuned
 from .verify import Verification
 
@@ -44,7 +48,14 @@ class Lowering:
     verification: Verification | None
 
 
-def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None, *, try_kernels: bool = True) -> Lowering:
+def lower(
+    graph: fx.Graph,
+    options: Options,
+    device: DeviceInfo | None = None,
+    *,
+    try_kernels: bool = True,
+    values: Mapping[fx.Node, torch.Tensor] = MappingProxyType({}),
+) -> Lowering:
     """Rewrite every recognised MoE block of ``graph`` in place and say what was decided.
 
     Args:
@@ -53,6 +64,7 @@ def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None, *
         device: choose kernels for this device; by default for the one that holds the activations.
         try_kernels: on that one, a kernel whose library may fail is tried before it is chosen; without, only what
             earlier trials found counts (``probe``).
+        values: of placeholders, where they are at hand: a backend whose form cannot hold them is refused.
 
     Raises:
         NoBackendError, UnknownNameError: see ``select``.
@@ -60,8 +72,9 @@ def lower(graph: fx.Graph, options: Options, device: DeviceInfo | None = None, *
     """
     found = find_matches(graph)
     check_wishes(found, options)
-    chosen = [(match, _select(match, options, device, try_kernels)) for match in found.matches[: options.max_sites]]
-    rewrites = [(match, selection, _emit(graph, match, selection)) for match, selection in chosen]
+    choose = partial(_select, options=options, device=device, try_kernels=try_kernels)
+    chosen = [(match, choose(match)) for match in found.matches[: options.max_sites]]
+    rewrites = [_rewrite(graph, match, selection, choose, values) for match, selection in chosen]
     for match, _, new in rewrites:
         if new is not None:
             match.output.replace_all_uses_with(new.result)
@@ -133,14 +146,45 @@ def check_wishes(found: Recognition, options: Options) -> None:
         )
 
 
-def _select(match: Match, options: Options, device: DeviceInfo | None, try_kernels: bool) -> Selection:
-    trial = None
+def _select(
+    match: Match,
+    *,
+    options: Options,
+    device: DeviceInfo | None,
+    try_kernels: bool,
+    refused: Mapping[str, Reason] = MappingProxyType({}),
+) -> Selection:
+    """``refused``: backends that do not hold the weights at hand, and why."""
+    trial: Probe | None = None
     if device is None:
         hidden: torch.Tensor = match.node(Operand.HIDDEN).meta["val"]
         device = DeviceInfo.current(hidden.device)
         trial = partial(probe, device=device, where=hidden.device, launch=try_kernels)
-    selection = select(match.spec, device, options, where=str(match.where), probe=trial)
+
+    def failure(backend: KernelBackend, spec: MoESpec) -> Reason | None:
+        return refused.get(backend.name) or (None if trial is None else trial(backend, spec))
+
+    selection = select(match.spec, device, options, where=str(match.where), probe=failure)
     return tuned(selection) if options.autotune else selection
+
+
+def _rewrite(
+    graph: fx.Graph,
+    match: Match,
+    selection: Selection,
+    choose: Callable[..., Selection],
+    values: Mapping[fx.Node, torch.Tensor],
+) -> Rewrite:
+    """The fused call of the best backend that holds the weights at hand; what was written for others is dead code."""
+    refused: dict[str, Reason] = {}
+    while (new := _emit(graph, match, selection)) is not None:
+        reason = refused_weights(new.fused, values)
+        if reason is None:
+            break
+        assert selection.chosen is not None, "it has a plan"
+        refused[selection.chosen] = reason
+        selection = choose(match, refused=refused)
+    return match, selection, new
 
 
 def _emit(graph: fx.Graph, match: Match, selection: Selection) -> Emitted | None:

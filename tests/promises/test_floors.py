@@ -12,7 +12,7 @@ FLOORS = (
     (2, "backends", ("backends",)),
     (2, "recognition", ("matching", "patterns")),
     (3, "stages", ("select", "tuned_plan", "emit", "host_memory", "fold", "compile_ahead", "report", "verify")),
-    (3, "stages", ("probe",)),
+    (3, "stages", ("probe", "exact_weights")),
     (4, "way", ("lowering_pass",)),
     (5, "doors", ("dynamo_backend", "post_grad_pass", "_explain", "modules", "quantize", "checkpoint", "bench")),
     (5, "doors", ("experts_interface", "graph_breaks", "input_names")),
