@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -100,7 +100,9 @@ def refuse_ue5m3(files: CheckpointFiles, weights: Iterable[Weight]) -> None:
         and files.tensors[weight.keys[1]].dtype == torch.uint8
     )
     said = list(_format_names(files.quantization))
-    if bytes_as_scales and said and all("nv" in name for name in said):
+    said = said if said and all("nv" in name for name in said) else []
+    said += [word for word in _words(files.quantization) if "e5m3" in word]
+    if bytes_as_scales and said:
         what = f"uint8 scales, which read as e8m0 or as ue5m3 (nvfp4_v2), under a config that says {said[0]!r}"
         cure = "ue5m3 scales have no kernel: export it again as NVFP4 with e4m3 scales, or as MXFP4"
         _refuse(files, what, bytes_as_scales, cure)
@@ -148,6 +150,15 @@ def _says_something(value: Any) -> bool:
     if isinstance(value, dict):
         return any(_says_something(entry) for entry in value.values())
     return bool(value)
+
+
+def _words(value: Any) -> Iterator[str]:
+    """Every text in a config, not its keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _words(entry)
 
 
 def _format_names(quantization: dict[str, Any]) -> Iterable[str]:

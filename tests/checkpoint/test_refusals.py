@@ -83,6 +83,11 @@ CASES: dict[str, tuple[str, Callable[[Checkpoint], None], str]] = {
     ),
     "bitsandbytes": ("modelopt nvfp4", added(f"{PROJECTION}.weight.absmax", torch.ones(4)), "decoded by a table"),
     "ue5m3, auto-round": ("compressed-tensors mxfp4", said(data_type="nv_fp4_v2"), "e8m0 or as ue5m3"),
+    "ue5m3, quark": (
+        "quark mxfp4",
+        said(global_quant_config={"weight": {"dtype": "fp4", "group_size": 32, "scale_format": "e5m3"}}),
+        "e8m0 or as ue5m3",
+    ),
     "ue5m3, with a global scale": (
         "compressed-tensors mxfp4",
         added(f"{EXPERT}.weight_global_scale", torch.ones(1)),
