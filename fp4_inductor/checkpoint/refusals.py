@@ -23,7 +23,11 @@ _TENSORS: tuple[tuple[str, str, str], ...] = (
         "export it again without AWQ, or with the scales folded into the layers before",
     ),
     (r"svdquant_lora_[ab]$", "a low-rank part beside the FP4 weight (SVDQuant)", _PLAIN),
-    (r"(forward|backward)_hadamard_matrix$", "weights in a rotated basis, whose activations must be rotated", _PLAIN),
+    (
+        r"(forward|backward)_hadamard_matrix$|[._](shared_)?input_rotation(_\d+)?$|[._]spinquant_r\d\w*$",
+        "weights in a rotated basis, whose activations must be rotated",
+        _PLAIN,
+    ),
     (
         r"\.(qweight|qzeros|g_idx|weight_zero_point)$",
         "integers with zero points (GPTQ or AWQ INT4)",
@@ -51,7 +55,7 @@ _TENSORS: tuple[tuple[str, str, str], ...] = (
         "give the checkpoint that the engine loaded",
     ),
 )
-_ROTATIONS = ("transform_config", "rotation_config", "hadamard_config")
+_ROTATIONS = ("transform_config", "rotation_config", "hadamard_config", "spinquant_config")
 _LEFT = re.compile(r"[._](weight_scale|weight_scale_2|weight_scale_inv|weight_global_scale|weight_shape|scale)$")
 
 

@@ -70,6 +70,8 @@ CASES: dict[str, tuple[str, Callable[[Checkpoint], None], str]] = {
     ),
     "svdquant": ("modelopt nvfp4", added(f"{PROJECTION}.svdquant_lora_a", torch.ones(4, 64)), "low-rank part"),
     "hadamard": ("modelopt nvfp4", added(f"{PROJECTION}.forward_hadamard_matrix", torch.ones(4, 4)), "rotated basis"),
+    "rotation, quark": ("quark mxfp4", added(f"{PROJECTION}.input_rotation", torch.ones(8, 8)), "rotated basis"),
+    "rotation, auto-round": ("auto-round nvfp4", said(spinquant_config={"r1": True, "online": True}), "rotated basis"),
     "transforms": (
         "compressed-tensors nvfp4",
         said(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),
