@@ -87,6 +87,20 @@ def transposed_experts(module: nn.Module) -> bool | None:
     return is_transposed if isinstance(has_gate, bool) and isinstance(is_transposed, bool) else None
 
 
+_GATE_BEFORE_UP = frozenset({"Llama4TextExperts", "Step3p7Experts"})
+"""transformers' classes that split ``gate_up_proj`` in halves, as their forward says and no attribute of theirs."""
+
+
+def gate_before_up(module: nn.Module) -> bool | None:
+    """Whether gate's rows of ``gate_up_proj`` stand before up's, False if they alternate; None where nothing says."""
+    said = getattr(module, "is_concatenated", None)
+    if isinstance(said, bool):
+        return said
+    known = module._unpacked_class if isinstance(module, WeightCarrier) else type(module)
+    is_known = known.__module__.startswith("transformers.models.") and known.__name__ in _GATE_BEFORE_UP
+    return True if is_known else None
+
+
 def pack_parameter(module: nn.Module, weight: CarriedWeight, tensors: PackedTensors, dtype: torch.dtype) -> None:
     """Put packed tensors in the place of parameter ``weight.name``, in place.
 
@@ -110,8 +124,8 @@ def _with_pairs(
     module: nn.Module, weight: CarriedWeight, tensors: PackedTensors
 ) -> tuple[CarriedWeight, PackedTensors]:
     """Global scales of rows as pairs, where a module of transformers says which rows are gate's and that is all."""
-    numbers, concatenated = tensors.global_scale, getattr(module, "is_concatenated", None)
-    experts_of_both = isinstance(concatenated, bool) and "gate_up" in weight.name
+    numbers, concatenated = tensors.global_scale, gate_before_up(module)
+    experts_of_both = concatenated is not None and "gate_up" in weight.name
     if numbers is None or numbers.is_meta or numbers.dim() != 2 or not experts_of_both:
         return weight, tensors
     rows = tensors.codes.shape[1]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..modules import transposed_experts
+from ..modules import gate_before_up, transposed_experts
 from ..quant import PackedTensors
 from .parts import some
 from .placing import Placement
@@ -175,8 +175,8 @@ def rows_of_pairs(module: nn.Module, name: str, tensors: PackedTensors) -> Packe
         return tensors
     if bool((pair[:, 0] == pair[:, 1]).all()):
         return tensors._replace(global_scale=pair[:, :1].clone())
-    concatenated = getattr(module, "is_concatenated", None)
-    if not isinstance(concatenated, bool) or "gate_up" not in name or rows % 2:
+    concatenated = gate_before_up(module)
+    if concatenated is None or "gate_up" not in name or rows % 2:
         raise CheckpointError(
             "installing packed weights",
             needed="a module that says which rows are gate's and which up's",

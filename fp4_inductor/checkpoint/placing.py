@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import CheckpointError
+from ..modules import gate_before_up
 from .parts import some
 from .weights import Fp4Weight, Weight, decoded, stacked
 
@@ -142,18 +143,6 @@ def _respelled(name: str) -> Iterator[str]:
     yield undone
 
 
-_GATE_BEFORE_UP = frozenset({"Llama4TextExperts"})
-"""transformers' classes that split ``gate_up_proj`` in halves, as their forward says and no attribute of theirs."""
-
-
-def _is_concatenated(module: Any) -> bool | None:
-    """Whether gate's rows stand before up's, False where they alternate; None where the class does not say."""
-    said = getattr(module, "is_concatenated", None)
-    if isinstance(said, bool):
-        return said
-    return True if type(module).__name__ in _GATE_BEFORE_UP else None
-
-
 def _expert_converters(model: Any) -> list[Any]:
     """How experts that a file keeps one by one are stacked, also in models that transformers' table says nothing of.
 
@@ -161,7 +150,7 @@ def _expert_converters(model: Any) -> list[Any]:
     """
     from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, WeightConverter
 
-    orders = {_is_concatenated(module) for module in model.modules() if "gate_up_proj" in module._parameters}
+    orders = {gate_before_up(module) for module in model.modules() if "gate_up_proj" in module._parameters}
     orders.discard(None)
     if len(orders) != 1:
         return []

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ..errors import CheckpointError
 from ..formats import BlockFormat
-from ..modules import CarriedWeight, carried_weights, global_scale_of
+from ..modules import CarriedWeight, carried_weights, gate_before_up, global_scale_of
 from .weights import divisor
 
 _NUMBERS = torch.float64
@@ -162,8 +162,8 @@ def _matrices(
     parts = [slice(None)]
     names = [last]
     if last == "gate_up_proj":
-        concatenated = getattr(module, "is_concatenated", None)
-        if not isinstance(concatenated, bool):
+        concatenated = gate_before_up(module)
+        if concatenated is None:
             needed = "a class that says which rows are gate's and which up's"
             _refuse(needed, type(module).__name__, "the layout has no place for the two in one matrix")
         names, half = ["gate_proj", "up_proj"], of_experts.shape[1] // 2
