@@ -51,7 +51,9 @@ class CheckpointFiles:
             if gguf:
                 parts.append(header)
             if twice := sorted(self.tensors.keys() & header.tensors.keys()):
-                self._refuse("each tensor once", f"{twice[0]} in two files", "")
+                files = f"{self.tensors[twice[0]].file.name} and {file.name}"
+                now = "download the checkpoint again; the folder may hold files of two"
+                self._refuse("each tensor once", f"{twice[0]} in two files, {files}", now)
             self.tensors |= header.tensors
             self.metadata |= header.metadata
         if index is not None and (lost := sorted(index.keys() - self.tensors.keys())):

@@ -175,8 +175,9 @@ def packed(
     codes = codes.contiguous().view(torch.uint8)
     bits = scale.contiguous().view(torch.uint8)
     if scale.dtype == torch.float8_e4m3fn:
-        _refuse_scales(bits & _E4M3_NAN == _E4M3_NAN, f"NaN (byte {_E4M3_NAN} or 255)", where)
-        _refuse_scales(bits > _E4M3_NAN, "negative", where)
+        if bits.numel() and int(bits.max()) >= _E4M3_NAN:
+            _refuse_scales(bits & _E4M3_NAN == _E4M3_NAN, f"NaN (byte {_E4M3_NAN} or 255)", where)
+            _refuse_scales(bits > _E4M3_NAN, "negative", where)
         scale = bits.repeat_interleave(2, dim=-1) if bits.shape[-1] * 16 == codes.shape[-1] else bits
         scale = scale.view(torch.float8_e4m3fn)
     else:

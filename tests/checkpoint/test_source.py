@@ -15,6 +15,7 @@ pytest.importorskip("safetensors")
 
 from gpt_oss_writer import write_gpt_oss
 from layout_writers import write_per_expert, write_stacked
+from safetensors.torch import load_file, save_file
 
 from fp4_inductor.__main__ import main
 from fp4_inductor.checkpoint import load
@@ -44,6 +45,27 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     for path, message in ((tmp_path / "absent", "no such folder"), (tmp_path / "file", "got a file")):
         with pytest.raises(CheckpointError, match=message):
             load(path)
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_tensor_in_two_shards_is_refused(indexed: bool, tmp_path: Path) -> None:
+    made = write_per_expert(tmp_path, "modelopt nvfp4", shards=2)
+    first, second = sorted(tmp_path.glob("*.safetensors"))
+    save_file({**load_file(second), "model.norm.weight": made.plain["model.norm.weight"]}, second)
+    save_file({**load_file(first), "model.norm.weight": made.plain["model.norm.weight"]}, first)
+    if not indexed:
+        (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=rf"model\.norm\.weight in two files, {first.name} and {second.name}"):
+        load(tmp_path)
+
+
+def test_shards_without_their_index_are_read(tmp_path: Path) -> None:
+    made = write_per_expert(tmp_path, "modelopt nvfp4", shards=3)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert torch.equal(load(tmp_path).state_dict()["model.norm.weight"], made.plain["model.norm.weight"])
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"needed model\.safetensors or model\.safetensors\.index\.json"):
+        load(tmp_path)
 
 
 def test_links_of_a_snapshot_are_followed(tmp_path: Path) -> None:
