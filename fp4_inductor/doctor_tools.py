@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_HEADERS = ("cuda_runtime.h", "cublasLt.h", "curand_kernel.h", "nvrtc.h")
+"""What FlashInfer's sources include of CUDA's toolkit, a name for each of its parts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -50,6 +53,12 @@ def first_line(command: str, word: str = "") -> str | None:
     return next((line for line in result.stdout.splitlines() if word in line), command)
 
 
+def _parent_of_nvcc() -> str:
+    """What FlashInfer takes for CUDA_HOME where that is not set."""
+    nvcc = shutil.which("nvcc")
+    return "/usr/local/cuda" if nvcc is None else str(Path(nvcc).parents[1])
+
+
 def flashinfer_tools() -> Iterator[Item]:
     """What FlashInfer builds its kernels with when they are first called, and where it looks for built ones."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -57,6 +66,10 @@ def flashinfer_tools() -> Iterator[Item]:
     found = first_line(nvcc, "release")
     cure = "" if found else f"install CUDA's compiler or set CUDA_HOME: {nvcc} does not run, which builds its kernels"
     yield Item("nvcc", found, "FlashInfer's builds", cure)
+    include = Path(home or _parent_of_nvcc(), "include")
+    missing = [name for name in _HEADERS if not (include / name).exists()]
+    cure = f"install all of CUDA's toolkit or set CUDA_HOME: {include} has no {', '.join(missing)}" if missing else ""
+    yield Item("CUDA's headers", None if missing else str(include), "FlashInfer's builds", cure)
     ninja = shutil.which("ninja")
     cure = "" if ninja else "pip install ninja, and put it on the PATH: without it FlashInfer builds nothing"
     yield Item("ninja", ninja, "FlashInfer's builds", cure)

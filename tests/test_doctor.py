@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,7 +215,7 @@ def test_what_rounded_activations_would_allow(monkeypatch: pytest.MonkeyPatch) -
     assert "allows it\n" not in str(diagnose("cpu"))
 
 
-def test_what_flashinfer_builds_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_flashinfer_builds_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def items(device: str = "sm_100") -> dict[str, Item]:
         return {item.name: item for item in diagnose(device).items}
 
@@ -230,6 +231,17 @@ def test_what_flashinfer_builds_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["nvcc"].found, found["ninja"].found) == (None, None)
     assert "/nowhere/bin/nvcc does not run" in found["nvcc"].cure
     assert found["ninja"].cure.startswith("pip install ninja")
+    assert found["CUDA's headers"].found is None
+    assert (
+        "/nowhere/include has no cuda_runtime.h, cublasLt.h, curand_kernel.h, nvrtc.h" in found["CUDA's headers"].cure
+    )
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    (tmp_path / "include").mkdir()
+    for name in ("cuda_runtime.h", "curand_kernel.h", "nvrtc.h"):
+        (tmp_path / "include" / name).touch()
+    assert items()["CUDA's headers"].cure.endswith(f"{tmp_path}/include has no cublasLt.h")
+    (tmp_path / "include" / "cublasLt.h").touch()
+    assert items()["CUDA's headers"] == Item("CUDA's headers", f"{tmp_path}/include", "FlashInfer's builds")
     assert found["kernels of TRTLLM"] == Item(
         "kernels of TRTLLM", "are downloaded at the first call", "flashinfer_trtllm"
     )
