@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -38,13 +38,14 @@ class Mutation:
         return f"{self.kind} {self.node}: {self.detail}"
 
     def make(self, gm: fx.GraphModule) -> None:
-        """Change ``gm`` and give all its nodes the values that they now have.
+        """Change ``gm`` and give its nodes the values that they now have.
 
         Raises:
             NoGraph: nothing could run it.
         """
+        before = {node: _written(node) for node in gm.graph.nodes}
         self.edit({node.name: node for node in gm.graph.nodes})
-        propagate(gm.graph)
+        propagate(gm.graph, before)
         gm.graph.lint()
 
 
@@ -67,8 +68,10 @@ def mutations(graph: fx.Graph, region: Sequence[fx.Node]) -> Iterator[Mutation]:
     yield from _exchanged(region, order)
 
 
-def propagate(graph: fx.Graph) -> None:
-    """Compute the fake value of every node anew.
+def propagate(graph: fx.Graph, before: Mapping[fx.Node, tuple[Any, ...]]) -> None:
+    """Compute the fake values of nodes that are not written as they were ``before``, and of all that read them.
+
+    The others keep theirs, and so the sizes that only data tells: computed anew, those would be other sizes.
 
     Raises:
         NoGraph: an operation refuses its arguments, or would need to know a dynamic size.
@@ -76,8 +79,13 @@ def propagate(graph: fx.Graph) -> None:
     values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     mode = detect_fake_mode(values)
     assert mode is not None
+    anew: set[fx.Node] = set()
     with mode, _no_new_guards(mode), _quiet():
         for node in graph.nodes:
+            kept = node in before and all(map(operator.is_, before[node], _written(node)))
+            if kept and anew.isdisjoint(node.all_input_nodes):
+                continue
+            anew.add(node)
             if node.op != "call_function" or (node.meta.get("val") is not None and not _hastensor_of(node)):
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -85,6 +93,11 @@ def propagate(graph: fx.Graph) -> None:
                 node.meta["val"] = node.target(*args, **kwargs)
             except Exception as error:  # noqa: BLE001  whatever an operation raises for arguments that it cannot take
                 raise NoGraph(str(error)) from None
+
+
+def _written(node: fx.Node) -> tuple[Any, ...]:
+    """Arguments cannot be changed, only given anew: a node that nobody edited holds the same objects."""
+    return node.target, node.args, node.kwargs
 
 
 @contextlib.contextmanager
