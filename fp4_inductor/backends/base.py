@@ -81,7 +81,7 @@ class ExpertsCall:
     Attributes:
         hidden: [T, H]; topk_ids: [T, k] int; topk_weights: [T, k] float.
         activation: with every RUNTIME field replaced by its value.
-        table: the backend's configurations by token count as it wrote them into the plan; "" for its own.
+        table: what the backend wrote into the plan for itself, as configurations by token count; "" for none.
     """
 
     hidden: torch.Tensor

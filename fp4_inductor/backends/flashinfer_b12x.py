@@ -36,6 +36,7 @@ from .flashinfer_common import (
     half_reasons,
     padded_hidden,
     padding_text,
+    routes_table,
     unless_empty,
 )
 from .flashinfer_cute_common import (
@@ -181,7 +182,7 @@ class FlashinferB12xBackend:
         }
         if mode.activations is None:
             ready |= _packable(placing)
-        args = experts_args(spec, **ready)  # type: ignore[arg-type]
+        args = experts_args(spec, table=routes_table(spec), **ready)  # type: ignore[arg-type]
         padding, layout = padding_text(spec, mode.rows), _LAYOUTS[mode.name]
         return KernelPlan(_OPS[mode.name], args, layout=layout, padding=padding, activations=mode.activations)
 

@@ -1,7 +1,6 @@
 """What FlashInfer's backends share: which kernel serves a block, every reason why none does, activations' names.
 
-FlashInfer is imported where it is called, never before. Its kernels have no gradients and take a token's experts to be
-distinct.
+FlashInfer is imported where it is called, never before. Its kernels have no gradients.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ PROBE_ERRORS: tuple[type[Exception], ...] = (
 ANOTHER = "leave fp4moe.backend out, so that another backend is chosen"
 LOCAL_IDS = "subtract the first expert's number from ids in the graph: what is then outside [0, E) contributes nothing"
 _MAX_EXPERTS, _MAX_TOP_K = 2048, 32
+_DISTINCT = "distinct ids"
 _WEIGHTS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -226,11 +226,27 @@ def unless_empty(kernel: Callable[[ExpertsCall], torch.Tensor]) -> Callable[[Exp
     return run
 
 
-def present_ids(call: ExpertsCall) -> torch.Tensor:
-    """int32 [T, k] contiguous, -1 for a route to no expert here; some kernels read 16 bits of an id."""
-    ids = call.topk_ids
-    inside = (ids >= 0) & (ids < call.w13.codes.shape[0])
-    return torch.where(inside, ids, -1).to(torch.int32).contiguous()
+def routes_table(spec: MoESpec) -> str:
+    """What plans tell their calls of ids: whether the graph shows that those of a token differ."""
+    chosen = isinstance(spec.router, RouterSpec) and not spec.router.ids_given
+    return _DISTINCT if chosen or spec.top_k == 1 else ""
+
+
+def present_routes(call: ExpertsCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routes as the kernels take them, whose tables have one place for a token and an expert.
+
+    Returns:
+        int32 ids [T, k], -1 for a route to no expert here (some kernels read 16 bits of an id), and weights [T, k]:
+        an expert that a token names again has it all in the first place. Both contiguous.
+    """
+    ids, weights = call.topk_ids, call.topk_weights
+    ids = torch.where((ids >= 0) & (ids < call.w13.codes.shape[0]), ids, -1).to(torch.int32)
+    if call.table != _DISTINCT:
+        same = ids.unsqueeze(2) == ids.unsqueeze(1)
+        again = same.tril(-1).any(dim=2)
+        weights = torch.where(same, weights.float().unsqueeze(1), 0.0).sum(dim=2).to(weights.dtype)
+        ids = torch.where(again, -1, ids)
+    return ids.contiguous(), weights.contiguous()
 
 
 def padded_hidden(hidden: torch.Tensor, size: int) -> torch.Tensor:

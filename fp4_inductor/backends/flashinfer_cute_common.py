@@ -19,7 +19,7 @@ from ..plan import Prepared
 from ..reasons import Reason, ReasonCode
 from ..spec import ActivationSpec, MoESpec, Operand
 from .base import ExpertsCall
-from .flashinfer_common import ANOTHER, Mode, present_ids
+from .flashinfer_common import ANOTHER, Mode, present_routes
 from .flashinfer_weights import Placing
 
 NO_LIMIT = torch.finfo(torch.float32).max
@@ -51,8 +51,9 @@ def needs_common_globals(spec: MoESpec) -> bool:
 
 
 def routes(call: ExpertsCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 ids, -1 for a route to no expert, and float32 weights, [T, k] each and contiguous."""
-    return present_ids(call), call.topk_weights.to(torch.float32).contiguous()
+    """``present_routes``, weights in float32."""
+    ids, weights = present_routes(call)
+    return ids, weights.to(torch.float32)
 
 
 def pieces(call: ExpertsCall) -> list[slice]:

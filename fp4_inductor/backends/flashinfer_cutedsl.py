@@ -38,6 +38,7 @@ from .flashinfer_common import (
     limit_reasons,
     padded_hidden,
     padding_text,
+    routes_table,
     unless_empty,
 )
 from .flashinfer_cute_common import (
@@ -172,7 +173,7 @@ class FlashinferCutedslBackend:
             **weight("w2", suffix, mode, placing),
             **_globals(mode, placing, needs_common_globals(spec)),
         }
-        args = experts_args(spec, **ready)  # type: ignore[arg-type]
+        args = experts_args(spec, table=routes_table(spec), **ready)  # type: ignore[arg-type]
         padding, layout = padding_text(spec, mode.rows), "blocks of 64 rows, scale tiles"
         return KernelPlan(_OPS[mode.name], args, layout=layout, padding=padding, activations=mode.activations)
 

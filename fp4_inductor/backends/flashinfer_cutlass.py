@@ -37,7 +37,8 @@ from .flashinfer_common import (
     half_reasons,
     padded_hidden,
     padding_text,
-    present_ids,
+    present_routes,
+    routes_table,
     unless_empty,
 )
 from .flashinfer_weights import PRODUCT_FACTOR, Placing, ones
@@ -95,11 +96,12 @@ def _fused_moe(
         announce_build(f"fused_moe_{family}", "which takes about an hour on 16 cores")
     name, codes = activation_function(call.activation), call.w13.codes
     assert name is not None, "check refuses it"
+    ids, weights = present_routes(call)
     beta = by_expert(call.activation.beta, 0.0, codes)  # type: ignore[arg-type]
     out: torch.Tensor = cutlass_fused_moe(
         input=hidden,
-        token_selected_experts=present_ids(call),
-        token_final_scales=call.topk_weights.to(torch.float32).contiguous(),
+        token_selected_experts=ids,
+        token_final_scales=weights.to(torch.float32),
         fc1_expert_weights=codes,
         fc2_expert_weights=call.w2.codes,
         output_dtype=call.out_dtype,
@@ -148,7 +150,8 @@ class FlashinferCutlassBackend:
             ready |= _weight(name, mode, placing, common)
             if biased:
                 ready[f"{name}_bias"] = _bias(name, placing, has_bias)
-        args = experts_args(replace(spec, has_w13_bias=biased, has_w2_bias=biased), **ready)  # type: ignore[arg-type]
+        told, table = replace(spec, has_w13_bias=biased, has_w2_bias=biased), routes_table(spec)
+        args = experts_args(told, table=table, **ready)  # type: ignore[arg-type]
         padding, layout = padding_text(spec, mode.rows), _LAYOUTS[mode.name]
         return KernelPlan(_OPS[mode.name], args, layout=layout, padding=padding, activations=mode.activations)
 

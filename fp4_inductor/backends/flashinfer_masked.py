@@ -22,7 +22,7 @@ from ..reasons import Reason, ReasonCode
 from ..reference import activate
 from ..spec import GateUpOrder, MoESpec, Operand
 from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args
-from .flashinfer_common import Mode, common_reasons, padded_hidden, padding_text, unless_empty
+from .flashinfer_common import Mode, common_reasons, padded_hidden, padding_text, routes_table, unless_empty
 from .flashinfer_cute_common import cute_reasons, joined, routes, weight
 from .flashinfer_weights import PRODUCT_FACTOR, Placing
 
@@ -122,7 +122,7 @@ def masked_plan(spec: MoESpec) -> KernelPlan:
         **_factors(placing),
     }
     padding, layout = padding_text(spec, MODE.rows), "rows, scale tiles"
-    args = experts_args(spec, **ready)  # type: ignore[arg-type]
+    args = experts_args(spec, table=routes_table(spec), **ready)  # type: ignore[arg-type]
     return KernelPlan(_OP, args, layout=layout, padding=padding, activations=MODE.activations)
 
 

@@ -37,7 +37,8 @@ from .flashinfer_common import (
     limit_reasons,
     padded_hidden,
     padding_text,
-    present_ids,
+    present_routes,
+    routes_table,
     unless_empty,
 )
 from .flashinfer_trtllm_routing import routes_inside, routing_args
@@ -141,11 +142,11 @@ def _routed(call: ExpertsCall, router: RouterCall | None, piece: slice) -> Calla
 
     if router is not None:
         return partial(trtllm_fp4_block_scale_moe, **routing_args(router, piece))
-    weights = call.topk_weights[piece]
+    ids, weights = (routes[piece] for routes in present_routes(call))
     weights = weights.float() if weights.dtype is torch.float16 else weights
     return partial(
         trtllm_fp4_block_scale_routed_moe,
-        topk_ids=(present_ids(call)[piece], weights.contiguous()),
+        topk_ids=(ids, weights),
         routing_bias=None,
         n_group=None,
         topk_group=None,
@@ -205,7 +206,7 @@ class FlashinferTrtllmBackend:
             **_weight("w13", mode, placing, common, spec.has_w13_bias),
             **_weight("w2", mode, placing, common, spec.has_w2_bias),
         }
-        args, op = experts_args(spec, **ready), _OPS[mode.name]  # type: ignore[arg-type]
+        args, op = experts_args(spec, table=routes_table(spec), **ready), _OPS[mode.name]  # type: ignore[arg-type]
         if routes_inside(spec):
             args, op = routed_args(spec, args), _ROUTED_OPS[mode.name]
         padding, layout = padding_text(spec, mode.rows), "shuffled rows, scale tiles"

@@ -152,6 +152,16 @@ def test_ids_far_outside_are_no_experts(mode: str) -> None:
 
 
 @every_mode
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_expert_that_a_token_names_again(mode: str, weights_dtype: torch.dtype) -> None:
+    """Kernels have one place for a token and an expert."""
+    made = case(mode, top_k=4, weights_dtype=weights_dtype, outside_ids=True)
+    ids = made.operands[Operand.TOPK_IDS].clone()
+    ids[1:4, 2], ids[4] = ids[1:4, 0], 3
+    check(mode, MoECase(made.spec, {**made.operands, Operand.TOPK_IDS: ids}))
+
+
+@every_mode
 def test_no_tokens(mode: str, calls: list[str]) -> None:
     made = case(mode)
     first = (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS)
