@@ -167,9 +167,13 @@ struct Lanes : FloatInputs {
     const __m256i table = _mm256_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
                                            0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
     const __m256i index = _mm256_and_si256(step % 2 ? _mm256_srli_epi16(codes, 4) : codes, _mm256_set1_epi8(15));
-    const __m256i bytes = _mm256_slli_epi32(_mm256_shuffle_epi8(table, index), 24 - 8 * (step / 2));
-    const __m256i top = step < 2 ? bytes : _mm256_and_si256(bytes, _mm256_set1_epi32(0xFF000000));
-    return _mm256_cvtepi32_ps(top);
+    const __m256i bytes = _mm256_shuffle_epi8(table, index);
+    const int byte = step / 2;  // of each word
+    if (byte == 0) return _mm256_cvtepi32_ps(_mm256_slli_epi32(bytes, 24));
+    if (byte == 3) return _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(0xFF000000)));
+    const __m256i words = _mm256_setr_epi32(0, 4 << 24, 8 << 24, 12 << 24, 0, 4 << 24, 8 << 24, 12 << 24);
+    const __m256i to_top = _mm256_or_si256(words, _mm256_set1_epi32(byte << 24 | 0x808080));  // and zeros below
+    return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(bytes, to_top));
   }
 
   static FP4_INLINE Sum add_product(Sum sum, Weights weights, const Input& input) {

@@ -23,14 +23,14 @@ constexpr int64_t kShares = 8;
 constexpr int64_t kOutShares = 2;  // these take equally long
 constexpr int64_t kSerialBytes = 1 << 18;  // of codes by slots, below which threads cost more than they bring
 
-struct Weight {
+}  // namespace
+
+extern "C" struct Weight {
   const uint8_t* codes;   // [E, N / 16, K / 8, 16, 4]
   const uint8_t* scales;  // [E, N / 16, K / block, 16]
   const float* factors;   // [E, N] or null
   const float* bias;      // [E, N] or null
 };
-
-}  // namespace
 
 extern "C" struct Call {
   Weight w13;               // rows of gate and up in turn, sixteen each, where it is gated
@@ -129,6 +129,7 @@ Routes sort_slots(const int64_t* ids, int64_t num_slots, int64_t top_k, int64_t 
 constexpr int64_t inputs_of(int64_t columns) { return columns / kColumns * Lanes::kSteps; }
 
 void gather_panel(const Call& call, const Routes& routes, const Panel& panel, int64_t first_token, Input* inputs) {
+  constexpr int64_t kAhead = 512;  // inputs, whose memory is made ready to be written
   const int64_t columns = call.hidden_size;
   const int64_t* tokens = routes.tokens.data() + panel.first;
   for (int64_t column = 0; column < columns; column += kRows) {
@@ -145,8 +146,9 @@ void gather_panel(const Call& call, const Routes& routes, const Panel& panel, in
       } else {
         Lanes::to_inputs(static_cast<const float*>(call.hidden) + from, found);
       }
-      Input* to = inputs + inputs_of(column) * panel.slots + slot;
-      for (int64_t i = 0; i < inputs_of(kRows); ++i) to[i * panel.slots] = found[i];
+      Input* group = inputs + inputs_of(column) * panel.slots;
+      __builtin_prefetch(group + slot * inputs_of(kRows) + kAhead, 1);
+      for (int64_t i = 0; i < inputs_of(kRows); ++i) group[slot + i * panel.slots] = found[i];
     }
   }
 }
@@ -181,7 +183,7 @@ class Layer {
     sums_ = call_.out_is_bfloat16 ? reinterpret_cast<float*>(h_ + slots * inputs_of(call_.intermediate_size))
                                   : static_cast<float*>(call_.out) + first_token * call_.hidden_size;
     const int64_t rows = call_.intermediate_size * (call_.activation.gated ? 3 : 2);
-    const bool serial = slots * rows * call_.hidden_size / 2 < kSerialBytes;
+    [[maybe_unused]] const bool serial = slots * rows * call_.hidden_size / 2 < kSerialBytes;
 #pragma omp parallel num_threads(serial ? 1 : call_.num_threads)
     {
 #pragma omp for schedule(dynamic, 1)

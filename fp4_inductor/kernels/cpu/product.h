@@ -17,7 +17,7 @@ constexpr int block_columns(ScaleKind kind) { return kind == ScaleKind::kE8m0 ? 
 template <ScaleKind kind, int tokens>
 void multiply(const uint8_t* codes, const uint8_t* scales, const Lanes::Input* panel, int64_t columns, float* out) {
   // Products wait for the one before them in their chain: few tokens take several chains.
-  constexpr int kChains = tokens == 1 ? Lanes::kSteps : tokens * 7 <= Lanes::kMaxTokens * 4 ? 2 : 1;
+  constexpr int kChains = tokens == 1 ? 4 : tokens * 7 <= Lanes::kMaxTokens * 4 ? 2 : 1;
   for (int lane = 0; lane < kRows; lane += Lanes::kCount) {
     const uint8_t* code = codes + lane * (kChunkBytes / kRows);
     const uint8_t* scale = scales + lane;
