@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from family_models import FAMILIES, build
+from fp4_inductor.patterns.router_formulas import scores_of
 from models import token_ids
 from moe_graphs import operand_values, run
 from torch import fx, nn
@@ -19,6 +20,7 @@ from fp4_inductor.emit import emit_plan
 from fp4_inductor.lowering_pass import lower
 from fp4_inductor.matching import Match, NearMiss, find_matches
 from fp4_inductor.reference import moe_reference
+from fp4_inductor.spec import MoESpec, Operand, RouterSpec
 
 FORMS = ("grouped_mm", "batched_mm")
 _CPU = DeviceInfo.parse("cpu")
@@ -26,12 +28,16 @@ _CPU = DeviceInfo.parse("cpu")
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a run: the fused op's result and the one as written, beside the mixture in float64 ``[T, H]``."""
+    """One block of a run: the fused op's result and the one as written, beside the mixture in float64 ``[T, H]``.
+
+    ``tied`` says of each token ``[T]`` whether rounding may choose its experts.
+    """
 
     match: Match
     fused: torch.Tensor
     as_written: torch.Tensor
     reference: torch.Tensor
+    tied: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,22 @@ class _Graph:
     def __call__(self, args: list[Any]) -> Any:
         values = run(self.measured, args)
         for match, fused in self.fused:
-            reference = moe_reference(match.spec, operand_values(match, values))
+            operands = operand_values(match, values)
+            reference = moe_reference(match.spec, operands)
             sides = [values[node].reshape(reference.shape) for node in (fused, match.output)]
-            self.blocks.append(Block(match, *sides, reference))
+            self.blocks.append(Block(match, *sides, reference, _tied(match.spec, operands)))
         return self.lowered.forward(*args)
+
+
+def _tied(spec: MoESpec, operands: Mapping[Operand, torch.Tensor]) -> torch.Tensor:
+    """Tokens ``[T]`` whose last expert leads the next best by less than bfloat16 rounds what it is selected by."""
+    router, logits, bias = spec.router, operands.get(Operand.ROUTER_LOGITS), operands.get(Operand.ROUTER_BIAS)
+    if not isinstance(router, RouterSpec) or router.ids_given or logits is None:
+        return torch.zeros(len(operands[Operand.TOPK_IDS]), dtype=torch.bool)
+    logits = logits.double().reshape(-1, logits.shape[-1])
+    _, selection = scores_of(router, logits, None if bias is None else bias.double().reshape(-1))
+    last, next_best = selection.topk(spec.top_k + 1).values[:, -2:].unbind(-1)
+    return last - next_best < torch.finfo(torch.bfloat16).eps / 2 * last.abs()
 
 
 def _copy_graph(gm: fx.GraphModule) -> fx.Graph:

@@ -29,8 +29,9 @@ def test_is_recognised_and_lowered_to_the_right_numbers(family: str, form: str) 
         assert_close_per_token(block.fused, block.reference, torch.bfloat16)
         assert error(block.fused, block.reference) <= 1.25 * error(block.as_written, block.reference)
     tokens = token_errors(run.lowered, run.eager)
+    tied = torch.stack([torch.zeros(len(tokens), dtype=torch.bool), *(block.tied for block in run.blocks)]).any(0)
+    assert error(run.lowered[~tied], run.eager[~tied]) < 3e-2, "a token goes elsewhere, and not for rounding"
     assert float(tokens.median()) < 2e-2
-    assert int((tokens > 3e-2).sum()) <= len(tokens) // 10, "more than near ties, where rounding chooses the expert"
     got, recorded = outcomes(run), TABLE[family, form]
     assert not is_worse(got, recorded), f"worse than MODELS.md says: {got}"
     if SAME_RELEASE:

@@ -30,6 +30,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter knows no Gluon", allow_module_level=True)
 pytest.importorskip("fp4_inductor.kernels.w4a16_hopper", reason="this Triton has another Gluon", exc_type=ImportError)
 
+import triton
 from launches import Compilation, launches, resources
 from triton.backends.nvidia.compiler import get_ptxas
 
@@ -41,6 +42,8 @@ LONG = (4096, 14336)
 SHORT = (2048, 768)
 """Columns of gate_up and of down."""
 GPT_OSS = MoESpec(8, 2, 320, 96, MXFP4, CLAMPED_SWIGLU, has_w13_bias=True, has_w2_bias=True)
+SPILLED = {("not_gated", 128, 4): 16} if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else {}
+"""Bytes of local memory that newer Tritons take, by activation, rows of a tile and warps."""
 SPECS = {
     "gpt_oss": GPT_OSS,
     "float32_out": replace(GPT_OSS, out_dtype=torch.float32, has_w13_bias=False, has_w2_bias=False),
@@ -83,7 +86,7 @@ def test_products_run_beside_the_decoding(
 def test_wide_tiles_leave_registers_for_every_activation(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two programs of 4 warps run on a multiprocessor, or one of 8; four registers may spill, as newer Tritons do."""
+    """Two programs of 4 warps run on a multiprocessor, or one of 8."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     spec = replace(SPECS[name], weight_format=NVFP4, hidden_size=4096)
     found = {}
@@ -91,7 +94,7 @@ def test_wide_tiles_leave_registers_for_every_activation(
         found[compilation.constants["BLOCK_M"], compilation.options["num_warps"]] = compilation.name
         used = resources(compilation.build(), tmp_path)
         assert used.registers <= 255
-        assert used.local <= 16
+        assert used.local == SPILLED.get((name, compilation.constants["BLOCK_M"], compilation.options["num_warps"]), 0)
     assert found == dict.fromkeys([(64, 4), (128, 4), (128, 8)], "gate_up_hopper_kernel")
 
 
