@@ -125,7 +125,8 @@ class _Names:
 
 
 _SPELLINGS = (
-    (r"\.experts\.(\w+_proj|w[123])\.(\d+)\.", r".experts.\2.\1."),
+    (r"\.experts\.(\w+_proj|w[123])s?\.(\d+)\.", r".experts.\2.\1."),
+    (r"\.(router|gate)\.linear\.", r".\1."),
     (r"\.moe\.experts\.", ".experts."),
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.lm_head\.", "lm_head."),

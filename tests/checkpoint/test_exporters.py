@@ -24,6 +24,8 @@ from fp4_inductor.device import DeviceInfo
 MODULELISTS = r"\.experts\.(\d+)\.(\w+)\.", r".experts.\2.\1."
 SPELLINGS: dict[str, tuple[str, str, str]] = {
     "projections hold experts": ("qwen3_moe", *MODULELISTS),
+    "projections hold experts, in the plural": ("gpt_oss", MODULELISTS[0], r".experts.\2s.\1."),
+    "a router that holds a linear layer": ("gpt_oss", r"\.router\.", ".router.linear."),
     "a wrapper's old prefix": ("qwen3_vl_moe", r"^model\.language_model\.", "language_model.model."),
     "a text model wrapped thrice": ("qwen3_vl_moe", r"^model\.(language_model\.)", r"model.\1\1\1"),
     "experts of a block": ("gemma4_text", r"\.experts\.", ".moe.experts."),
