@@ -7,6 +7,11 @@ import torch.nn.functional as F
 from loop_spellings import H, LoopMoE, Tensor, put_back, scattered_scores
 
 
+def exchanged(expert: int) -> int:
+    """Another order of the experts."""
+    return (1, 0, 2)[expert]
+
+
 def expert_missing(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(self.experts - 1):
@@ -102,14 +107,14 @@ def w2_of_another_expert(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor)
     out = torch.zeros_like(x)
     for e in range(self.experts):
         inner = self.activate(e, x)
-        out = out + (weights * (ids == e)).sum(-1, keepdim=True) * self.linear("w2", e ^ 1, inner)
+        out = out + (weights * (ids == e)).sum(-1, keepdim=True) * self.linear("w2", exchanged(e), inner)
     return out
 
 
 def experts_exchanged(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(self.experts):
-        out = out + (weights * (ids == e)).sum(-1, keepdim=True) * self.expert(e ^ 1, x)
+        out = out + (weights * (ids == e)).sum(-1, keepdim=True) * self.expert(exchanged(e), x)
     return out
 
 
@@ -117,7 +122,7 @@ def another_activation(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -
     out = torch.zeros_like(x)
     for e in range(self.experts):
         gate, up = self.linear("w13", e, x).chunk(2, dim=-1)
-        inner = (F.gelu(gate) if e == 2 else F.silu(gate)) * up
+        inner = (F.gelu(gate) if e == 1 else F.silu(gate)) * up
         out = out + (weights * (ids == e)).sum(-1, keepdim=True) * self.linear("w2", e, inner)
     return out
 
@@ -136,14 +141,14 @@ def one_expert_scaled(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) ->
     out = torch.zeros_like(x)
     for e in range(self.experts):
         score = (weights * (ids == e)).sum(-1, keepdim=True)
-        out = out + (score * 1.5 if e == 3 else score) * self.expert(e, x)
+        out = out + (score * 1.5 if e == 2 else score) * self.expert(e, x)
     return out
 
 
 def one_weight_scaled(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(self.experts):
-        own = weights * 1.5 if e == 3 else weights
+        own = weights * 1.5 if e == 2 else weights
         out = out + (own * (ids == e)).sum(-1, keepdim=True) * self.expert(e, x)
     return out
 
@@ -162,7 +167,7 @@ def scaled_and_stacked(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -
 
 
 def stacked_in_another_order(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    results = torch.stack([self.expert(e ^ 1, x) for e in range(self.experts)], dim=1)
+    results = torch.stack([self.expert(exchanged(e), x) for e in range(self.experts)], dim=1)
     return (results.gather(1, ids[..., None].expand(-1, -1, H)) * weights[..., None]).sum(1)
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from fp4_inductor.formats import MXFP4, BlockFormat
 from fp4_inductor.quant import dequantize
 
-E, H, INNER, TOKENS = 4, 128, 96, 14
+E, H, INNER, TOKENS = 3, 128, 96, 14
+"""As few experts as have a first, a last and one between: every further one makes a loop's graph a third larger."""
 Tensor = torch.Tensor
 Loop = Callable[["LoopMoE", Tensor, Tensor, Tensor], Tensor]
 """``(model, hidden [T, H], ids [T, k], weights [T, k])`` to ``[T, H]``."""

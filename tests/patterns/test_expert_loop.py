@@ -215,7 +215,7 @@ def test_numbers_alone_tell_exchanged_experts(monkeypatch: pytest.MonkeyPatch) -
 
     def exchanged(*args: Any) -> Any:
         share = read(*args)
-        return dataclasses.replace(share, expert=share.expert ^ 1)
+        return dataclasses.replace(share, expert=loop_mutants.exchanged(share.expert))
 
     monkeypatch.setattr(expert_loop, "read_share", exchanged)
     reason = refusal(graph_of(loops.where_index_add, storage="own"))
