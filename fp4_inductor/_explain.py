@@ -67,6 +67,6 @@ def explain(
         if isinstance(failure.inner_exception, Fp4InductorError):
             raise failure.inner_exception from None
         raise
-    if not report.sites and not report.near_misses and not report.notes:
+    if not (report.sites or report.near_misses or report.linear_layers or report.notes):
         report.notes.append("no FP4 weights reached a graph: is the model quantised, and do its experts trace?")
     return report

@@ -18,6 +18,7 @@ from torch import fx
 
 from .device import DeviceInfo
 from .emit import fused_calls
+from .errors import UnmatchedError
 from .exact_weights import references, values_at_hand
 from .graph_breaks import report_broken_experts
 from .input_names import name_inputs, names_of_inputs
@@ -140,6 +141,8 @@ def _inner_compile(
         lowering = _lower(gm, options, device, generate_code, values_at_hand(gm.graph, inputs))
     if lowering is not None:
         broken = report_broken_experts(gm.graph, lowering.report)
+        if broken is not None and options.strict:
+            raise UnmatchedError("lowering with fp4moe.strict", needed="experts in one graph", got=str(broken))
         if on_report is not None:
             on_report(lowering.report)
         elif broken is not None:

@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 from torch import fx, nn
 
-from .matching import SourceLocation
+from .matching import NearMiss, SourceLocation
 from .modules import WeightCarrier, transposed_experts
 from .patterns.graph_tools import aten, is_call, same, tensor
 from .patterns.packed import is_gemm, packed_gemms, packed_roots
@@ -34,7 +34,7 @@ def report_broken_experts(graph: fx.Graph, report: LoweringReport) -> BrokenExpe
 
     To be called while Dynamo compiles: the user's line is the one that runs now.
     """
-    if not report.near_misses:
+    if not report.near_misses and not report.linear_layers:
         return None
     frames = list(_user_frames())
     unrolls = _broke_over_sizes()
@@ -42,6 +42,12 @@ def report_broken_experts(graph: fx.Graph, report: LoweringReport) -> BrokenExpe
         return None
     broken = _running_now(frames, unrolls)
     report.broken_experts.append(broken)
+    one_of_many = "a linear layer of one expert, whose others are in other graphs"
+    report.near_misses += [
+        NearMiss(layer.anchor, "none", one_of_many, 0.0, layer.packed_bytes, layer.where)
+        for layer in report.linear_layers
+    ]
+    report.linear_layers.clear()
     report.near_misses[:] = [
         miss if miss.where.file else replace(miss, where=broken.where) for miss in report.near_misses
     ]

@@ -204,7 +204,12 @@ def _device_of(graph: fx.Graph) -> DeviceInfo | None:
 
 
 def _report(graph: fx.Graph, found: Recognition, rewrites: list[Rewrite], device: DeviceInfo | None) -> LoweringReport:
-    report = LoweringReport(device or _device_of(graph), near_misses=list(found.near_misses), num_graphs=1)
+    report = LoweringReport(
+        device or _device_of(graph),
+        near_misses=list(found.near_misses),
+        linear_layers=list(found.linear_layers),
+        num_graphs=1,
+    )
     for match, selection, new in rewrites:
         report.sites.append(SiteReport.of(match, selection, new.weights if new else ()))
     return report

@@ -122,11 +122,24 @@ class NearMiss:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearLayer:
+    """An FP4 weight that every token goes through, as in attention or a shared expert: it runs dequantised."""
+
+    anchor: str
+    packed_bytes: int
+    where: SourceLocation
+
+
+@dataclass(frozen=True, slots=True)
 class Recognition:
-    """What a graph holds: its MoE blocks in graph order, and the FP4 weights that are in none."""
+    """What a graph holds: its MoE blocks in graph order, and the FP4 weights that are in none.
+
+    ``linear_layers`` are those of layers that every token goes through, of which no block could be made.
+    """
 
     matches: tuple[Match, ...]
     near_misses: tuple[NearMiss, ...]
+    linear_layers: tuple[LinearLayer, ...] = ()
 
 
 def find_matches(graph: fx.Graph) -> Recognition:

@@ -21,7 +21,8 @@ class Options:
             replaced in silence. None chooses by rank.
         on_unsupported: "keep" leaves a block that no backend takes as written and warns once;
             "error" raises ``NoBackendError`` with every verdict.
-        strict: raise ``UnmatchedError`` where FP4 weights feed no recognised block.
+        strict: raise ``UnmatchedError`` where FP4 weights feed no recognised block, but for linear layers that every
+            token goes through (attention, shared experts): these run dequantised.
         expect_matches: number of blocks that must be recognised in each graph that holds FP4 weights.
         max_sites: lower at most this many blocks of a graph, in graph order; bisects a wrong block.
         verify: "first_call" runs the replaced graph beside the fused op on the first real input

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from torch import fx
 
 from .device import DeviceInfo
 from .emit import KernelWeight
-from .matching import Match, NearMiss, SourceLocation
+from .matching import LinearLayer, Match, NearMiss, SourceLocation
 from .reasons import Verdict
 from .select import Selection
 
@@ -124,6 +125,7 @@ class LoweringReport:
     device: DeviceInfo | None = None
     sites: list[SiteReport] = field(default_factory=list)
     near_misses: list[NearMiss] = field(default_factory=list)
+    linear_layers: list[LinearLayer] = field(default_factory=list)
     num_graphs: int = 0
     notes: list[str] = field(default_factory=list)
     broken_experts: list[BrokenExperts] = field(default_factory=list)
@@ -137,6 +139,7 @@ class LoweringReport:
         self.device = self.device or other.device
         self.sites += other.sites
         self.near_misses += other.near_misses
+        self.linear_layers += other.linear_layers
         self.num_graphs += other.num_graphs
         self.notes += [note for note in other.notes if note not in self.notes]
         self.broken_experts += [broken for broken in other.broken_experts if broken not in self.broken_experts]
@@ -157,6 +160,10 @@ class LoweringReport:
                 }
                 for miss in self.near_misses
             ],
+            "linear_layers": [
+                {"anchor": layer.anchor, "packed_bytes": layer.packed_bytes, "where": _location_json(layer.where)}
+                for layer in self.linear_layers
+            ],
             "broken_experts": [
                 {"where": _location_json(broken.where), "owner": broken.owner, "cure": broken.cure}
                 for broken in self.broken_experts
@@ -175,6 +182,7 @@ class LoweringReport:
             packed = _size(sum(miss.packed_bytes for miss in group))
             lines.append(f"  left behind: {_anchors(group)} ({packed} packed) at {group[0].where}")
             lines.append(f"    nearest pattern {group[0].pattern}: {group[0].reason}")
+        lines += [f"  {text}" for text in _layer_lines(self.linear_layers)]
         lines += [f"  note: {note}" for note in (*self.broken_experts, *self.notes)]
         return "\n".join(lines)
 
@@ -196,6 +204,16 @@ def _group_misses(misses: list[NearMiss]) -> list[list[NearMiss]]:
     for miss in misses:
         groups.setdefault((miss.where, miss.pattern, miss.reason), []).append(miss)
     return list(groups.values())
+
+
+def _layer_lines(layers: list[LinearLayer]) -> list[str]:
+    """Linear layers in one line: a model has hundreds."""
+    if not layers:
+        return []
+    names = list(dict.fromkeys(re.sub(r"\d+", "*", layer.anchor.split()[0]) for layer in layers))
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    packed = _size(sum(layer.packed_bytes for layer in layers))
+    return [f"{len(layers)} FP4 linear layers ({packed} packed) run dequantised, as written, in no MoE block: {listed}"]
 
 
 def _anchors(misses: list[NearMiss]) -> str:
@@ -298,8 +316,8 @@ def log_report(report: LoweringReport) -> None:
             group[0].pattern,
             group[0].reason,
         )
-    for note in report.notes:
-        logger.info("%s", note)
+    for line in (*_layer_lines(report.linear_layers), *report.notes):
+        logger.info("%s", line)
 
 
 def dump_graph(name: str, gm: fx.GraphModule) -> None:

@@ -10,7 +10,8 @@
                 router (router_piece, router_catalogue, router_formulas)
     structure   block: what a form reads; region, writes, assertions: that nothing else is in it or reads it
     numbers     proof, miniature: the whole block on probes; probing, resizing: any piece
-    besides     graph_tools, signature (equal layers once), near_misses (why the rest was not)
+    besides     graph_tools, signature (equal layers once), near_misses (why the rest was not),
+                linear_layers (which of the rest is no expert's)
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import fx
 
-from ..matching import NearMiss, NoMatch
+from ..matching import LinearLayer, NearMiss, NoMatch
 from .graph_tools import location, numel, same, tensor
 
 INPUT_NAME = "fp4moe_name"
@@ -29,19 +30,33 @@ class Misses:
     def report(self, roots: Iterable[fx.Node]) -> tuple[NearMiss, ...]:
         return tuple(self._near_miss(root) for root in roots)
 
+    def report_layers(self, roots: Iterable[fx.Node]) -> tuple[LinearLayer, ...]:
+        """Those of ``roots`` that no block could be made of, each where its GEMM is."""
+        found = []
+        for root in roots:
+            gemm = next(gemm for gemm, read in self.reads.items() if root in read)
+            val = tensor(root)
+            assert val is not None
+            found.append(LinearLayer(_anchor(root, val), val.numel(), location(gemm)))
+        return tuple(found)
+
     def _near_miss(self, root: fx.Node) -> NearMiss:
         pattern, miss, gemm = self.by_root.get(root) or ("none", _no_gemm(root), next(iter(root.users)))
         where = location(miss.node) if miss.node is not None else location(gemm)
         val = tensor(root)
         assert val is not None
         return NearMiss(
-            anchor=f"{_called(root)} {str(val.dtype).removeprefix('torch.')}{list(val.shape)}",
+            anchor=_anchor(root, val),
             pattern=pattern,
             reason=_reason(miss, root.graph),
             progress=miss.progress,
             packed_bytes=val.numel(),
             where=where if where.file else location(gemm),
         )
+
+
+def _anchor(root: fx.Node, val: torch.Tensor) -> str:
+    return f"{_called(root)} {str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
 
 
 def _called(node: fx.Node) -> str:

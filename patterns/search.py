@@ -15,6 +15,7 @@ from . import dense, expert_loop, routed_rows
 from .block import Block, Candidate
 from .grains import global_grain
 from .graph_tools import dtype, location, num_elements, numel, same, shape, stage, tensor
+from .linear_layers import linear_layers
 from .near_misses import Misses
 from .packed import packed_gemms, packed_roots
 from .proof import prove
@@ -61,7 +62,13 @@ def search(graph: fx.Graph) -> Recognition:
     matched = {node for match in matches for source in match.operands.values() for node in nodes_of(source)}
     order = {node: place for place, node in enumerate(graph.nodes)}
     matches.sort(key=lambda match: order[match.output])
-    return Recognition(tuple(matches), misses.report(root for root in roots if root not in matched | idle))
+    left = [root for root in roots if root not in matched | idle]
+    layers = linear_layers(reads, left, {match.output for match in matches})
+    return Recognition(
+        tuple(matches),
+        misses.report(root for root in left if root not in layers),
+        misses.report_layers(root for root in left if root in layers),
+    )
 
 
 def _match(candidate: Candidate, memo: Memo, writes: Writes) -> Match:

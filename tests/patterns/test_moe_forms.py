@@ -271,7 +271,7 @@ def test_a_mixture_of_all_experts_is_a_near_miss() -> None:
     assert all(miss.where.file.endswith("test_moe_forms.py") and miss.reason for miss in found.near_misses)
 
 
-def test_a_packed_dense_layer_is_a_near_miss() -> None:
+def test_a_packed_dense_layer_is_no_block() -> None:
     class Dense(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -281,9 +281,10 @@ def test_a_packed_dense_layer_is_a_near_miss() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x @ dequantize(self.codes, self.scale, None, MXFP4).T
 
-    (miss,) = find_matches(capture(Dense(), torch.randn(4, H).bfloat16()).graph).near_misses
-    assert "one weight" in miss.reason
-    assert miss.progress == 0
+    found = find_matches(capture(Dense(), torch.randn(4, H).bfloat16()).graph)
+    (layer,) = found.linear_layers
+    assert layer.packed_bytes == INNER * H // 2
+    assert found.near_misses == ()
 
 
 def test_tokens_of_a_static_graph() -> None:
