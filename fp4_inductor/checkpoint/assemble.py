@@ -152,6 +152,14 @@ def _readings(module: nn.Module, name: str, shape: tuple[int, ...]) -> list[bool
     declared = transposed_experts(module) if parameter.dim() == 3 else False
     candidates = [False, True] if declared is None else [declared]
     found = [turned for turned in candidates if tuple(parameter.mT.shape if turned else parameter.shape) == shape]
+    if not found and declared and tuple(parameter.shape) == shape:
+        raise CheckpointError(
+            "installing packed weights",
+            needed=f"blocks along K, {list(parameter.mT.shape)} or stored with K first",
+            got=f"{list(shape)}: blocks along the rows that the module multiplies, which no kernel reads",
+            where=f"{type(module).__name__}.{name}",
+            now="export it again as NVFP4, or in gpt-oss' own layout (*_blocks and *_scales)",
+        )
     if not found:
         *experts, n, k = parameter.mT.shape if declared else parameter.shape
         count = f"{experts[0]} experts of " if experts else ""

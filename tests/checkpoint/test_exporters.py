@@ -20,6 +20,7 @@ from fp4_inductor.checkpoint import load
 from fp4_inductor.checkpoint.files import CheckpointFiles
 from fp4_inductor.checkpoint.inspection import describe
 from fp4_inductor.device import DeviceInfo
+from fp4_inductor.errors import CheckpointError
 
 MODULELISTS = r"\.experts\.(\d+)\.(\w+)\.", r".experts.\2.\1."
 SPELLINGS: dict[str, tuple[str, str, str]] = {
@@ -44,6 +45,19 @@ def test_names_that_exporters_change(case: str, tmp_path: Path) -> None:
     made = write_per_expert(tmp_path, "modelopt nvfp4", family, dense=False)
     renamed(made, pattern, replacement)
     assert_exact(load(tmp_path), made)
+
+
+@pytest.mark.parametrize("intermediate_size", [96, 64])
+def test_blocks_along_the_other_axis_are_refused(intermediate_size: int, tmp_path: Path) -> None:
+    """ModelOpt packs gpt-oss' parameters, which are [E, K, N], along N where it writes MXFP4."""
+    made = write_stacked(tmp_path, "gpt_oss", k_first=True, is_e4m3=False, intermediate_size=intermediate_size)
+    generator = torch.Generator().manual_seed(2)
+    for name, exact in made.exact.items():
+        weight = random_fp4(tuple(exact.shape), generator, block=32, is_e4m3=False)
+        made.tensors |= {name: weight.packed(), f"{name}_weight_scale": weight.scale_bits}
+    made.rewrite()
+    with pytest.raises(CheckpointError, match=r"blocks along K[\s\S]*in gpt-oss' own layout"):
+        load(tmp_path)
 
 
 def test_gate_and_up_of_an_expert_in_one_matrix(tmp_path: Path) -> None:
