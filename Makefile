@@ -13,6 +13,9 @@ RUN := $(abspath $(VENV))/bin/python
 READY := $(VENV)/.installed
 endif
 
+# Most modules of these packages are never imported; Python compiles the others when they are.
+INSTALL = $(RUN) -m pip install --no-compile
+
 # pytest-xdist is a convenience that a bare machine may lack.
 PARALLEL = $(shell $(RUN) -c "import xdist" 2>/dev/null && printf '%s' "-n $(WORKERS) --dist worksteal")
 
@@ -22,10 +25,10 @@ install: $(READY)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install "$$(grep '^torch==' constraints.txt)"
+	$(INSTALL) "$$(grep '^torch==' constraints.txt)"
 	@# CUDA builds of torch bring the Triton they were built with; CPU builds bring none.
-	test "$$(uname)" != Linux || $(RUN) -c "import triton" 2>/dev/null || $(RUN) -m pip install triton==3.9.0
-	$(RUN) -m pip install --no-build-isolation -e '.[hf,inspect,dev]' -c constraints.txt
+	test "$$(uname)" != Linux || $(RUN) -c "import triton" 2>/dev/null || $(INSTALL) triton==3.9.0
+	$(INSTALL) --no-build-isolation -e '.[hf,inspect,dev]' -c constraints.txt
 	touch $@
 
 # torch.compile finds backend="fp4moe" through the metadata of an installed distribution, hence no bare PYTHONPATH.
@@ -55,7 +58,7 @@ lint: $(READY)
 types: $(READY)
 	rm -rf build/types && mkdir -p build/types
 	cp -R fp4_inductor build/types && cp -R patterns build/types/fp4_inductor
-	cd build/types && $(RUN) -m mypy --config-file "$(CURDIR)/pyproject.toml" -p fp4_inductor
+	cd build/types && $(RUN) -m mypy -n $(WORKERS) --config-file "$(CURDIR)/pyproject.toml" -p fp4_inductor
 
 build: $(READY)
 	$(RUN) -m build --no-isolation
