@@ -102,7 +102,7 @@ def compressed_tensors_of(model: Any) -> tuple[dict[str, torch.Tensor], dict[str
     if len(formats) != 1:
         _refuse("weights packed in one format", ", ".join(sorted(map(str, formats))) or "none that are packed", "")
     packed = {f"{path}.{name}" for path, _, weight in carriers for name in weight.tensor_names}
-    tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
+    tied = set(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else set()
     named = {name: value.detach() for name, value in model.state_dict().items() if name not in packed | tied}
     # transformers takes stacked experts apart and knows their names. In place of packed weights it gets the numbers
     # of their rows, which say afterwards what went where.
@@ -114,7 +114,14 @@ def compressed_tensors_of(model: Any) -> tuple[dict[str, torch.Tensor], dict[str
         of_file = rows if any(part in name for part in turned) else named
         of_file[name] = _row_numbers(module, weight) + number * _CARRIER
     for name, value in revert_weight_conversion(model, named).items():
-        (rows if value.dtype == _NUMBERS else tensors)[name] = value
+        if value.dtype != _NUMBERS:
+            tensors[name] = value
+            continue
+        path, module, weight = carriers[int(value.flatten()[0] // _CARRIER)]
+        # Experts that stay stacked under the name of a module come apart under the model's own names.
+        is_stack = value.dim() == 3 and value.shape == _row_numbers(module, weight).shape
+        renamed = is_stack and name.rpartition(".")[2] != weight.name
+        rows[f"{path}.{weight.name}" if renamed else name] = value
     matrices: dict[str, tuple[nn.Module, CarriedWeight, torch.Tensor]] = {}
     for name, numbers in rows.items():
         _, module, weight = carriers[int(numbers.flatten()[0] // _CARRIER)]

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from exporter_decoder import decode_folder, expected_parameter
+from family_models import build, missing
 from fp4_values import nearest_bfloat16
 from layout_writers import model_config, write_per_expert, write_stacked
 from safetensors.torch import load_file
@@ -60,6 +61,20 @@ def test_quantised_models_come_back(family: str, fmt: str, tmp_path: Path) -> No
     assert_same_weights(model, again)
     with torch.no_grad():
         ids = torch.randint(3, 90, (1, 9))
+        assert torch.equal(model(ids, use_cache=False).logits, again(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "aria", "nemotron_h"])
+def test_families_whose_files_name_stacked_experts_otherwise_come_back(family: str, tmp_path: Path) -> None:
+    if reason := missing(family):
+        pytest.skip(reason)
+    model: Any = quantize_(build(family), "nvfp4")
+    model.save_pretrained(tmp_path)
+    assert any(key.endswith("experts.0.down_proj.weight_packed") for key in load_file(tmp_path / "model.safetensors"))
+    again: Any = load(tmp_path)
+    assert_same_weights(model, again)
+    with torch.no_grad():
+        ids = torch.randint(3, 60, (1, 9))
         assert torch.equal(model(ids, use_cache=False).logits, again(ids, use_cache=False).logits)
 
 
