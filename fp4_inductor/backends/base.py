@@ -7,7 +7,7 @@ router's logits and fields in the place of ids and weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ import torch
 from ..device import DeviceInfo
 from ..formats import BlockFormat
 from ..plan import KernelPlan, PlanArg, Prepared
-from ..reasons import Verdict
+from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import RUNTIME, ActivationSpec, GateUpOrder, MoESpec, Operand, RouterSpec, Runtime, Scoring
 
 
@@ -181,6 +181,14 @@ def _define(name: str, routing_schema: str, implementation: Callable[..., torch.
     torch.library.register_fake(qualified, fake, lib=_library)
     _implementations[qualified] = implementation
     return qualified
+
+
+def range_reasons(spec: MoESpec) -> Iterator[Reason]:
+    """The shared schema has no range of experts: ids must count those that are here."""
+    if spec.local_experts is not None:
+        needed, got = "ids that count the experts of this device", str(spec.local_experts)
+        cure = "subtract the first expert's number from ids in the graph: what is outside [0, E) contributes nothing"
+        yield Reason(ReasonCode.PARALLEL, needed, got, cure)
 
 
 def experts_args(

@@ -27,7 +27,7 @@ from ..layouts.row_blocks import (
 from ..plan import KernelPlan, Prepared
 from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import GateUpOrder, MoESpec, Operand
-from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args
+from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args, range_reasons
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCKS = {fmt.scale_encoding: fmt.block_size for fmt in (MXFP4, NVFP4)}
@@ -50,7 +50,7 @@ class CpuBackend:
     op = define_experts_op("moe_cpu", _moe)
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
-        reasons = []
+        reasons = [*range_reasons(spec)]
         if device.family != "cpu":
             reasons.append(Reason(ReasonCode.CAPABILITY, "a CPU", str(device), "it is for models on a CPU"))
         elif device.library("c++") is None:

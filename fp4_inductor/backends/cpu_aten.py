@@ -17,7 +17,7 @@ from ..plan import KernelPlan, PlanArg, Prepared
 from ..reasons import Reason, ReasonCode, Verdict
 from ..reference import activate
 from ..spec import GateUpOrder, MoESpec, Operand
-from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args
+from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args, range_reasons
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -66,7 +66,7 @@ class CpuAtenBackend:
     op = define_experts_op("moe_cpu_aten", _moe)
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
-        reasons = []
+        reasons = [*range_reasons(spec)]
         if device.family != "cpu":
             reasons.append(Reason(ReasonCode.CAPABILITY, "a CPU", str(device), "it is for models on a CPU"))
         for what, dtype in (("activations", spec.act_dtype), ("output", spec.out_dtype)):

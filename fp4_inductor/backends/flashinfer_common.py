@@ -22,7 +22,7 @@ from ..layouts.kernel_rows import KernelRows
 from ..layouts.padding import round_up
 from ..reasons import Reason, ReasonCode
 from ..spec import ActivationSpec, GlobalGrain, MoESpec, RouterSpec
-from .base import ExpertsCall
+from .base import ExpertsCall, range_reasons
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ PROBE_ERRORS: tuple[type[Exception], ...] = (
 )
 """What FlashInfer's functions raise where they cannot run. Not MemoryError, which is nobody's refusal."""
 ANOTHER = "leave fp4moe.backend out, so that another backend is chosen"
-LOCAL_IDS = "subtract the first expert's number from ids in the graph: what is then outside [0, E) contributes nothing"
 _MAX_EXPERTS, _MAX_TOP_K = 2048, 32
 _DISTINCT = "distinct ids"
 _WEIGHTS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,10 +93,7 @@ def common_reasons(modes: Sequence[Mode], spec: MoESpec, device: DeviceInfo) -> 
     if isinstance(spec.router, RouterSpec) and spec.router.num_null_experts:
         got = f"{spec.router.num_null_experts} null experts, which give a token expert 0 more than once"
         yield Reason(ReasonCode.ROUTING, "distinct experts for each token", got, ANOTHER)
-    if spec.local_experts is not None:
-        yield Reason(
-            ReasonCode.PARALLEL, "ids that count the experts of this device", f"{spec.local_experts}", LOCAL_IDS
-        )
+    yield from range_reasons(spec)
 
 
 def half_reasons(spec: MoESpec, *, common: bool) -> Iterator[Reason]:

@@ -9,7 +9,7 @@ from ..plan import KernelPlan
 from ..reasons import Verdict
 from ..reference import moe_reference
 from ..spec import MoESpec, Operand
-from .base import ExpertsCall, define_experts_op, experts_args
+from .base import ExpertsCall, define_experts_op, experts_args, range_reasons
 
 
 def _moe(call: ExpertsCall) -> torch.Tensor:
@@ -53,7 +53,7 @@ class ReferenceBackend:
     op = define_experts_op("moe_reference", _moe)
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
-        return Verdict(self.name)
+        return Verdict(self.name, tuple(range_reasons(spec)))
 
     def rank(self, spec: MoESpec, device: DeviceInfo) -> int:
         return 0

@@ -33,6 +33,7 @@ from .base import (
     define_experts_op,
     define_routed_op,
     experts_args,
+    range_reasons,
     routed_args,
 )
 
@@ -161,10 +162,7 @@ def _spec_reasons(spec: MoESpec) -> list[Reason]:
             need = f"{what} in {' or '.join(str(d).removeprefix('torch.') for d in known)}"
             got = str(dtype).removeprefix("torch.")
             reasons.append(Reason(ReasonCode.DTYPE, need, got, "model.to(torch.bfloat16)"))
-    if spec.local_experts is not None:
-        got, cure = str(spec.local_experts), "keep all experts of a layer on one device"
-        reasons.append(Reason(ReasonCode.PARALLEL, "every expert on this device", got, cure))
-    return reasons
+    return [*reasons, *range_reasons(spec)]
 
 
 def _routes(spec: MoESpec) -> bool:

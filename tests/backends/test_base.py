@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -15,7 +16,7 @@ from fp4_inductor.errors import UnknownNameError
 from fp4_inductor.formats import MXFP4, NVFP4
 from fp4_inductor.plan import resolve_op
 from fp4_inductor.reasons import ReasonCode
-from fp4_inductor.spec import RUNTIME, ActivationSpec, MoESpec, Operand
+from fp4_inductor.spec import RUNTIME, ActivationSpec, ExpertRange, MoESpec, Operand
 
 CPU = DeviceInfo.parse("cpu")
 DEVICES = [DeviceInfo.parse(name) for name in ("cpu", "sm_80", "sm_90", "sm_100", "sm_103", "sm_120")]
@@ -34,6 +35,16 @@ def test_a_device_lists_what_it_can_run() -> None:
     hopper = list_backends(DeviceInfo.parse("sm_90"))
     assert "cpu" not in hopper
     assert "reference" in hopper
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_a_range_of_experts_is_refused(backend) -> None:  # type: ignore[no-untyped-def]
+    """No op knows it: ids would name other experts than those that are here."""
+    spec = dataclasses.replace(make_case(MXFP4).spec, local_experts=ExpertRange(4, 8, 16))
+    for device in DEVICES:
+        found = [reason for reason in backend.check(spec, device).reasons if reason.code is ReasonCode.PARALLEL]
+        assert len(found) == 1
+        assert "subtract the first expert's number" in str(found[0])
 
 
 def test_cpu_ranks_above_reference_which_runs_only_when_named() -> None:
