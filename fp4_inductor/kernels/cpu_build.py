@@ -102,7 +102,7 @@ def _key(compiler: str, isa: str) -> str:
     found = hashlib.sha256()
     for part in (compiler, platform.machine(), *_FLAGS, *ISAS[isa]):
         found.update(part.encode() + b"\0")
-    for path in sorted(_SOURCES.iterdir()):
+    for path in sorted((*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp"))):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
