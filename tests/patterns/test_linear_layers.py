@@ -121,7 +121,11 @@ def one_masked_alone(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> 
     return (weights * (ids == 0)).sum(-1, keepdim=True) * self.expert(0, x)
 
 
-ODD = (every_expert, averaged, on_scaled_tokens, one_chosen_alone, one_masked_alone)
+def one_selected_alone(self: LoopMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return torch.where(weights[:, :1] > 0.5, self.expert(0, x), 0.0)
+
+
+ODD = (one_selected_alone, every_expert, averaged, on_scaled_tokens, one_chosen_alone, one_masked_alone)
 LOOPS = [(loop, False) for loop in (*SPARSE[:3], *DENSE, *ODD)] + [(loop, True) for loop in (*DENSE[:2], *ODD)]
 
 
@@ -132,6 +136,22 @@ def test_experts_are_no_linear_layers(loop: Loop, apart: bool) -> None:
     gm = capture(model, torch.randn(TOKENS, H).bfloat16())
     assert packed_roots(gm.graph)
     assert not found(gm)
+
+
+def test_a_function_that_tells_large_values_from_small_ones_chooses_no_rows() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(H, H, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.softplus(self.gate(x)) * x
+
+    model = Gated().eval().requires_grad_(False)
+    pack_linears(model, "mxfp4", lambda path: True)
+    gm = capture(model, torch.randn(TOKENS, H).bfloat16())
+    assert any(node.target is torch.ops.aten.where.self for node in gm.graph.nodes)
+    assert len(found(gm)) == 1
 
 
 def test_experts_whose_names_alone_tell_are_no_linear_layers() -> None:
