@@ -43,14 +43,16 @@ def cuda_graph_us(calls: Sequence[Call], replays: int = 20, during: Call | None 
     return statistics.median(times)
 
 
-def wall_clock_us(calls: Sequence[Call], repeats: int = 5) -> float:
-    """Median microseconds per call of ``repeats`` rounds over all ``calls``, after one that warms up."""
-    for call in calls:
-        call()
-    times: list[float] = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        times.append((time.perf_counter() - start) * 1e6 / len(calls))
-    return statistics.median(times)
+def wall_clock_us(contestants: Sequence[Sequence[Call]], repeats: int = 5) -> list[float]:
+    """Median microseconds per call of each contestant's calls, in ``repeats`` rounds after one that warms up.
+
+    They take turns, so that a machine that is slower for a while is so for all.
+    """
+    times: list[list[float]] = [[] for _ in contestants]
+    for _ in range(1 + repeats):
+        for calls, found in zip(contestants, times, strict=True):
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            found.append((time.perf_counter() - start) * 1e6 / len(calls))
+    return [statistics.median(found[1:]) for found in times]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -12,27 +10,16 @@ from ..backends import get_backend
 from ..device import DeviceInfo
 from ..kernels.cpu_build import load_library, processor_isas
 from ..plan import prepare
-from ..random_layer import inputs, random_weights, route
+from ..random_layer import random_weights, route
 from ..spec import MoESpec, Operand
-from ..timing import wall_clock_us
 from .layers import Layer
 
 
-def read_us(spec: MoESpec, tokens: Sequence[int]) -> dict[int, float]:
-    """Microseconds by token count, on the inputs that every layer gets; nothing where ``cpu`` refuses the block."""
-    device = torch.device("cpu")
-    if not get_backend("cpu").check(spec, DeviceInfo.parse("cpu")).ok:
-        return {}
-    layer = read_layer(spec)
-    return {
-        count: wall_clock_us([partial(layer, hidden, logits) for hidden, logits in inputs(spec, count, device)])
-        for count in tokens
-    }
-
-
-def read_layer(spec: MoESpec) -> Layer:
-    """A call that reads what a layer would; it returns the hidden states as they are."""
+def read_layer(spec: MoESpec) -> Layer | None:
+    """A call that reads what a layer would, and returns the hidden states as they are; None where ``cpu`` refuses."""
     device = DeviceInfo.parse("cpu")
+    if not get_backend("cpu").check(spec, device).ok:
+        return None
     prepared = prepare(get_backend("cpu").plan(spec, device), random_weights(spec, torch.device("cpu")))
     names = [f"{weight}{part}_cpu" for weight in (Operand.W13, Operand.W2) for part in ("", "_scale")]
     tensors = [prepared[name] for name in names]

@@ -1,4 +1,7 @@
-"""Time our backends and the peers on the same inputs, shape by shape, one layer in memory at a time."""
+"""Time our backends and the peers on the same inputs, shape by shape.
+
+On a GPU one layer is in memory at a time. On a CPU all are, and take turns: what else runs there changes by the minute.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from ..random_layer import ROTATED_UP_TO, inputs, random_weights
 from ..select import select
 from ..spec import MoESpec
 from ..timing import cuda_graph_us, wall_clock_us
-from .cpu import read_us
+from .cpu import read_layer
 from .floor import Rates, floor_us
 from .layers import Layer, planned_layer
 from .machine import Nvml
@@ -140,81 +143,119 @@ def measure(
     failed: dict[str, list[str]] = {}
     try:
         for shape in shapes:
-            timings: dict[int, dict[str, Timing]] = {count: {} for count in tokens}
-            floors = _floors(shape, contenders, tokens, rates, device)
-            rows = [Row(shape.name, shape.sizes, count, floors[count], timings[count]) for count in tokens]
+            rows = _rows(shape, contenders, tokens, rates)
             results.rows.extend(rows)
-            for contender in contenders:
-                start = time.perf_counter()
-                for message, where in _time(contender, shape, timings, device, nvml):
-                    failed.setdefault(f"{contender.column.label}: {message}", []).append(where)
-                _free(device)
-                times = " ".join(_brief(timings[count].get(contender.column.label)) for count in tokens)
-                seconds = time.perf_counter() - start
-                print(f"{shape.name} {contender.column.label}: {times} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+            if device.type == "cuda":
+                timed = _one_by_one(contenders, shape, rows, device, nvml)
+            else:
+                timed = _in_turn(contenders, shape, rows, read=rates == Rates())
+            for column, message, where in timed:
+                failed.setdefault(f"{column.label}: {message}", []).append(where)
             yield rows
     finally:
         results.notes.extend(_note(message, places) for message, places in failed.items())
 
 
-def _time(
-    contender: Contender,
-    shape: Shape,
-    timings: dict[int, dict[str, Timing]],
-    device: torch.device,
-    nvml: Nvml | None,
-) -> list[tuple[str, str]]:
-    """Fill the column for one shape; returns what failed, and where."""
+def _rows(shape: Shape, contenders: Sequence[Contender], tokens: Sequence[int], rates: Rates) -> list[Row]:
+    """A row a token count, with the floors of our columns' formats as far as rates tell them, and no times."""
+    rows = []
+    for count in tokens:
+        known = ((fmt.name, floor_us(shape.spec(fmt), count, rates)) for fmt in _our_formats(contenders))
+        rows.append(Row(shape.name, shape.sizes, count, {name: us for name, us in known if us is not None}, {}))
+    return rows
+
+
+def _our_formats(contenders: Sequence[Contender]) -> list[BlockFormat]:
+    return list(dict.fromkeys(contender.fmt for contender in contenders if contender.column.ours))
+
+
+def _one_by_one(
+    contenders: Sequence[Contender], shape: Shape, rows: Sequence[Row], device: torch.device, nvml: Nvml | None
+) -> Iterator[tuple[Column, str, str]]:
+    """Fill in times by CUDA-graph replay; yields what failed, and where."""
+    for contender in contenders:
+        start = time.perf_counter()
+        for message, where in _alone(contender, shape, rows, device, nvml):
+            yield contender.column, message, where
+        _free(device)
+        _show(contender, rows, time.perf_counter() - start)
+
+
+def _alone(
+    contender: Contender, shape: Shape, rows: Sequence[Row], device: torch.device, nvml: Nvml | None
+) -> Iterator[tuple[str, str]]:
     spec = shape.spec(contender.fmt)
     try:
         layer = contender.layer(spec)
     except contender.tolerated as error:
-        return [(_said(error), shape.name)]
-    failed = []
-    for count, found in timings.items():
+        yield _said(error), shape.name
+        return
+    during = None if nvml is None else nvml.sample
+    for row in rows:
         _free(device)  # raises where the device is lost: nothing after it could be trusted
+        replays = 20 if row.tokens <= ROTATED_UP_TO else 7
         try:
-            found[contender.column.label] = _timing(layer, contender, spec, count, device, nvml)
+            with torch.no_grad():
+                us = cuda_graph_us(_calls(layer, contender, spec, row.tokens, device), replays=replays, during=during)
         except contender.tolerated as error:
-            failed.append((_said(error), f"{shape.name} T={count}"))
-    return failed
+            yield _said(error), f"{shape.name} T={row.tokens}"
+        else:
+            row.timings[contender.column.label] = Timing(us, None if nvml is None else nvml.clock())
 
 
 @torch.no_grad()
-def _timing(
-    layer: Layer, contender: Contender, spec: MoESpec, count: int, device: torch.device, nvml: Nvml | None
-) -> Timing:
+def _in_turn(
+    contenders: Sequence[Contender], shape: Shape, rows: Sequence[Row], read: bool
+) -> Iterator[tuple[Column, str, str]]:
+    """Fill in times by the wall clock and, where ``read``, reading as the floors; yields what failed, and where."""
+    start, device, layers = time.perf_counter(), torch.device("cpu"), []
+    for contender in contenders:
+        try:
+            layers.append((contender, contender.layer(shape.spec(contender.fmt))))
+        except contender.tolerated as error:
+            yield contender.column, _said(error), shape.name
+    formats = _our_formats(contenders) if read else []
+    readers = [(fmt, layer) for fmt in formats if (layer := read_layer(shape.spec(fmt))) is not None]
+    for row in rows:
+        running: dict[str, list[Callable[[], object]]] = {}
+        for contender, layer in layers:
+            calls = _calls(layer, contender, shape.spec(contender.fmt), row.tokens, device)
+            try:
+                calls[0]()
+            except contender.tolerated as error:
+                yield contender.column, _said(error), f"{shape.name} T={row.tokens}"
+            else:
+                running[contender.column.label] = calls
+        for fmt, layer in readers:
+            given = inputs(shape.spec(fmt), row.tokens, device)
+            running[fmt.name] = [partial(layer, hidden, logits) for hidden, logits in given]
+        times = dict(zip(running, wall_clock_us(list(running.values())), strict=True))
+        row.floors.update({fmt.name: times.pop(fmt.name) for fmt, _ in readers})
+        row.timings.update({label: Timing(us) for label, us in times.items()})
+    for contender, _ in layers:
+        _show(contender, rows, time.perf_counter() - start)
+
+
+def _calls(
+    layer: Layer, contender: Contender, spec: MoESpec, count: int, device: torch.device
+) -> list[Callable[[], object]]:
+    """Calls of a layer on inputs that take turns."""
     given = inputs(spec, count, device)
     if contender.logits_dtype is not None:
         given = [(hidden, logits.to(contender.logits_dtype)) for hidden, logits in given]
-    calls = [partial(layer, hidden, logits) for hidden, logits in given]
-    if device.type != "cuda":
-        return Timing(wall_clock_us(calls))
-    during = None if nvml is None else nvml.sample
-    us = cuda_graph_us(calls, replays=20 if count <= ROTATED_UP_TO else 7, during=during)
-    return Timing(us, None if nvml is None else nvml.clock())
+    return [partial(layer, hidden, logits) for hidden, logits in given]
+
+
+def _show(contender: Contender, rows: Sequence[Row], seconds: float) -> None:
+    label = contender.column.label
+    times = " ".join(_brief(row.timings.get(label)) for row in rows)
+    print(f"{rows[0].shape} {label}: {times} ({seconds:.0f} s)", file=sys.stderr, flush=True)
 
 
 def _free(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-def _floors(
-    shape: Shape, contenders: Sequence[Contender], tokens: Sequence[int], rates: Rates, device: torch.device
-) -> dict[int, dict[str, float]]:
-    """By token count, the floor of each weight format of our columns; on a CPU without rates it is measured."""
-    formats = {contender.fmt.name: contender.fmt for contender in contenders if contender.column.ours}
-    found: dict[int, dict[str, float]] = {count: {} for count in tokens}
-    for name, fmt in formats.items():
-        spec = shape.spec(fmt)
-        measured = read_us(spec, tokens) if device.type == "cpu" and rates == Rates() else {}
-        for count in tokens:
-            us = measured.get(count, floor_us(spec, count, rates))
-            if us is not None:
-                found[count][name] = us
-    return found
 
 
 def _said(error: Exception) -> str:

@@ -86,8 +86,8 @@ def test_a_peer_that_fails_becomes_a_note() -> None:
     results = run(contenders, tokens=(1, 3, 5, 6))
     assert [list(row.timings) for row in results.rows] == [["stub/mxfp4"], [], [], []]
     assert results.notes == [
-        "stub/mxfp4: RuntimeError: no kernel for this (at 4x2x64x64 T=3 and 2 more)",
         "stub/nvfp4: AttributeError: module has no attribute 'gemm' (at 4x2x64x64)",
+        "stub/mxfp4: RuntimeError: no kernel for this (at 4x2x64x64 T=3 and 2 more)",
     ]
 
 
@@ -113,7 +113,8 @@ def test_notes_survive_a_run_cut_short() -> None:
     assert results.notes == ["stub/mxfp4: RuntimeError: no kernel (at 4x2x64x64)"]
 
 
-def test_one_layer_in_memory_at_a_time() -> None:
+def test_one_layer_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are timed one by one."""
     alive: set[str] = set()
 
     class Weights:
@@ -130,7 +131,17 @@ def test_one_layer_in_memory_at_a_time() -> None:
 
     peers = [StubPeer((weights,), lambda spec: Weights(str(spec.weight_format))) for weights in ("mxfp4", "nvfp4")]
     contenders, _ = peer_contenders(peers, [MXFP4, NVFP4], HERE)
-    assert len(run(contenders).rows[0].timings) == 2
+    monkeypatch.setattr(measure, "cuda_graph_us", lambda calls, replays, during: float(len(calls)))
+    rows = measure._rows(SHAPE, contenders, (1, 3), Rates())
+    assert not list(measure._one_by_one(contenders, SHAPE, rows, CPU, None))
+    assert [len(row.timings) for row in rows] == [2, 2]
+
+
+def test_reading_is_the_floor_of_a_cpu_whose_rates_are_not_known() -> None:
+    contenders = our_contenders(["cpu"], [MXFP4, NVFP4], [SHAPE], CPU)
+    for row in run(contenders).rows:
+        assert sorted(row.floors) == ["mxfp4", "nvfp4"]
+        assert all(0 < row.floors[name] < row.timings[f"cpu/{name}"].us for name in row.floors)
 
 
 def test_peers_get_the_logits_that_they_want() -> None:
@@ -197,8 +208,11 @@ def test_the_wall_clock_is_a_median_per_call(monkeypatch: pytest.MonkeyPatch) ->
         return work
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-    assert timing.wall_clock_us([call(1e-3), call(3e-3)], repeats=3) == pytest.approx(2000)
+    assert timing.wall_clock_us([[call(1e-3), call(3e-3)]], repeats=3) == pytest.approx([2000])
     assert made == [1e-3, 3e-3] * 4
+    made.clear()
+    assert timing.wall_clock_us([[call(1e-3)], [call(3e-3)] * 2], repeats=5) == pytest.approx([1000, 3000])
+    assert made == [1e-3, 3e-3, 3e-3] * 6, "they take turns"
 
 
 class StubNvml:
