@@ -198,7 +198,8 @@ def test_plans_without_and_with_a_table_prepare_the_same_weights(present: Device
 def test_the_option_decides(present: DeviceInfo, autotune: bool) -> None:
     operand = SimpleNamespace(meta={"val": torch.empty(1)})
     match = SimpleNamespace(spec=SPEC, where="here", node=lambda _: operand)
-    selection = lowering_pass._select(match, Options(autotune=autotune), None, try_kernels=False)  # type: ignore[arg-type]
+    options = Options(autotune=autotune)
+    selection = lowering_pass._select(match, options=options, device=None, try_kernels=False)  # type: ignore[arg-type]
     assert selection.chosen == "triton_w4a16"
     assert bool(table_of(selection.plan)) == autotune
 
