@@ -115,6 +115,21 @@ def make_case(
     return MoECase(spec, operands)
 
 
+def with_ids_far_outside(case: MoECase) -> MoECase:
+    """``case`` with ids that kernels which read 16 or 32 bits of them would take for experts 0 and 1."""
+    ids = case.operands[Operand.TOPK_IDS].clone()
+    ids[:3, 0] = 1 << 16
+    ids[3:, 0] = (1 << 32) + 1
+    return MoECase(case.spec, {**case.operands, Operand.TOPK_IDS: ids})
+
+
+def with_experts_named_again(case: MoECase) -> MoECase:
+    """``case``, of four experts a token, with tokens that name one of them twice, and one that names one four times."""
+    ids = case.operands[Operand.TOPK_IDS].clone()
+    ids[1:4, 2], ids[4] = ids[1:4, 0], 3
+    return MoECase(case.spec, {**case.operands, Operand.TOPK_IDS: ids})
+
+
 def with_odd_block_scales(case: MoECase) -> MoECase:
     """``case`` with some e4m3 block scales negative, and some negative zeros."""
     operands = dict(case.operands)

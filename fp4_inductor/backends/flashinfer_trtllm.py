@@ -105,10 +105,11 @@ def _fused_moe(
         limit = None if limit is None else in_units(limit, scales.gate_unit)
     if hidden_scale is not None:
         hidden_scale = hidden_scale.view(torch.float8_e4m3fn).reshape(num_tokens, -1)
+    routes = present_routes(call) if router is None else None
     pieces = []
     for start in range(0, num_tokens, MAX_TOKENS):
         piece = slice(start, start + MAX_TOKENS)
-        out = _routed(call, router, piece)(
+        out = _routed(router, routes, piece)(
             hidden_states=hidden[piece],
             hidden_states_scale=None if hidden_scale is None else hidden_scale[piece],
             gemm1_weights=codes,
@@ -135,14 +136,17 @@ def _fused_moe(
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
 
 
-def _routed(call: ExpertsCall, router: RouterCall | None, piece: slice) -> Callable[..., list[torch.Tensor]]:
-    """FlashInfer's function, told how the tokens of ``piece`` are routed."""
+def _routed(
+    router: RouterCall | None, routes: tuple[torch.Tensor, torch.Tensor] | None, piece: slice
+) -> Callable[..., list[torch.Tensor]]:
+    """FlashInfer's function, told how tokens of ``piece`` are routed; ``routes``: all tokens', without a router."""
     from flashinfer.fused_moe import trtllm_fp4_block_scale_moe, trtllm_fp4_block_scale_routed_moe
     from flashinfer.tllm_enums import RoutingMethodType
 
     if router is not None:
         return partial(trtllm_fp4_block_scale_moe, **routing_args(router, piece))
-    ids, weights = (routes[piece] for routes in present_routes(call))
+    assert routes is not None
+    ids, weights = routes[0][piece], routes[1][piece]
     weights = weights.float() if weights.dtype is torch.float16 else weights
     return partial(
         trtllm_fp4_block_scale_routed_moe,

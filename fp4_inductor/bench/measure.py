@@ -196,7 +196,9 @@ def _alone(
         replays = 20 if row.tokens <= ROTATED_UP_TO else 7
         try:
             with torch.no_grad():
-                us = cuda_graph_us(_calls(layer, contender, spec, row.tokens, device), replays=replays, during=during)
+                us = cuda_graph_us(
+                    _calls(layer, spec, row.tokens, device, contender.logits_dtype), replays=replays, during=during
+                )
         except contender.tolerated as error:
             yield _said(error), f"{shape.name} T={row.tokens}"
         else:
@@ -219,7 +221,7 @@ def _in_turn(
     for row in rows:
         running: dict[str, list[Callable[[], object]]] = {}
         for contender, layer in layers:
-            calls = _calls(layer, contender, shape.spec(contender.fmt), row.tokens, device)
+            calls = _calls(layer, shape.spec(contender.fmt), row.tokens, device, contender.logits_dtype)
             try:
                 calls[0]()
             except contender.tolerated as error:
@@ -227,8 +229,7 @@ def _in_turn(
             else:
                 running[contender.column.label] = calls
         for fmt, layer in readers:
-            given = inputs(shape.spec(fmt), row.tokens, device)
-            running[fmt.name] = [partial(layer, hidden, logits) for hidden, logits in given]
+            running[fmt.name] = _calls(layer, shape.spec(fmt), row.tokens, device)
         times = dict(zip(running, wall_clock_us(list(running.values())), strict=True))
         row.floors.update({fmt.name: times.pop(fmt.name) for fmt, _ in readers})
         row.timings.update({label: Timing(us) for label, us in times.items()})
@@ -237,12 +238,12 @@ def _in_turn(
 
 
 def _calls(
-    layer: Layer, contender: Contender, spec: MoESpec, count: int, device: torch.device
+    layer: Layer, spec: MoESpec, count: int, device: torch.device, logits_dtype: torch.dtype | None = None
 ) -> list[Callable[[], object]]:
-    """Calls of a layer on inputs that take turns."""
+    """Calls of a layer on inputs that take turns; ``logits_dtype``: as in ``Contender``."""
     given = inputs(spec, count, device)
-    if contender.logits_dtype is not None:
-        given = [(hidden, logits.to(contender.logits_dtype)) for hidden, logits in given]
+    if logits_dtype is not None:
+        given = [(hidden, logits.to(logits_dtype)) for hidden, logits in given]
     return [partial(layer, hidden, logits) for hidden, logits in given]
 
 

@@ -12,12 +12,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ..errors import CheckpointError
-from ..formats import MXFP4
-from ..quant import PackedTensors
 from .files import CheckpointFiles
 from .parts import require
-from .weights import Fp4Weight, oriented_format, packed, shaped_global_scale, with_k_last
+from .weights import Fp4Weight, scaled_weight
 
 DESCRIPTION = "compressed-tensors NVFP4 or MXFP4 (weight_packed and weight_scale)"
 
@@ -40,27 +37,5 @@ def find(files: CheckpointFiles) -> Iterator[Fp4Weight]:
     is_e4m3 = {name: tensors[name + _SCALE].dtype == torch.float8_e4m3fn for name in names}
     require(tensors, (name + _GLOBAL for name in names if is_e4m3[name]), DESCRIPTION)
     for name in names:
-        yield _weight(files, name)
-
-
-def _weight(files: CheckpointFiles, name: str) -> Fp4Weight:
-    codes, scale = files.tensors[name + _CODES], files.tensors[name + _SCALE]
-    did = f"reading {DESCRIPTION}"
-    fmt, k_first = oriented_format(did, scale.dtype, codes.shape, scale.shape, name)
-    has_global = name + _GLOBAL in files.tensors
-    if fmt == MXFP4 and has_global:
-        raise CheckpointError(
-            did,
-            needed="either MXFP4 (uint8 scales, no global one) or NVFP4 (e4m3 scales under a global one)",
-            got="uint8 scales under a global one, which could be e8m0, e4m3 bits or ue5m3",
-            where=name,
-            now="export the checkpoint again in one of the two",
-        )
-    shape = (codes.shape[0], codes.shape[2], codes.shape[1]) if k_first else codes.shape
-    keys = (name + _CODES, name + _SCALE, *([name + _GLOBAL] if has_global else []))
-
-    def read() -> PackedTensors:
-        number = shaped_global_scale(did, files.read(name + _GLOBAL), shape, name) if has_global else None
-        return packed(*with_k_last(files.read(keys[0]), files.read(keys[1]), k_first), number, name, inverse=True)
-
-    return Fp4Weight(name, DESCRIPTION, fmt, (*shape[:-1], 2 * shape[-1]), keys, read)
+        keys = (name + _CODES, name + _SCALE, name + _GLOBAL)
+        yield scaled_weight(files, name, DESCRIPTION, keys, inverse=True)

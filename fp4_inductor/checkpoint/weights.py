@@ -11,6 +11,7 @@ import torch
 from ..errors import CheckpointError
 from ..formats import E2M1_VALUES, E8M0_NAN, MXFP4, NVFP4, BlockFormat
 from ..quant import PackedTensors, dequantize
+from .files import CheckpointFiles
 
 _E4M3_NAN = 0x7F
 _LARGEST_WEIGHT = 2.0**18
@@ -106,7 +107,40 @@ def block_format(
     return NVFP4 if scale_dtype == torch.float8_e4m3fn else MXFP4
 
 
-def oriented_format(
+def scaled_weight(
+    files: CheckpointFiles, name: str, layout: str, keys: tuple[str, str, str], *, inverse: bool = False
+) -> Fp4Weight:
+    """The weight ``name`` of codes, block scales and, where the file has one, a global scale.
+
+    Args:
+        layout: its description.
+        keys: of the three; codes are ``uint8 [N, K/2]``, ``[E, N, K/2]`` or ``[E, K/2, N]``.
+        inverse: the global scale divides to dequantise.
+
+    Raises:
+        CheckpointError: parts that do not fit together, or scales that have two readings.
+    """
+    did, has_global = f"reading {layout}", keys[2] in files.tensors
+    codes, scale = files.tensors[keys[0]], files.tensors[keys[1]]
+    fmt, k_first = _oriented_format(did, scale.dtype, codes.shape, scale.shape, name)
+    if fmt == MXFP4 and has_global:
+        raise CheckpointError(
+            did,
+            needed="either MXFP4 (uint8 scales, no global one) or NVFP4 (e4m3 scales under a global one)",
+            got=f"uint8 scales under {keys[2]}, which could be e8m0, e4m3 bits or ue5m3",
+            where=name,
+            now="export the checkpoint again in one of the two",
+        )
+    shape = (codes.shape[0], codes.shape[2], codes.shape[1]) if k_first else codes.shape
+
+    def read() -> PackedTensors:
+        number = _shaped_global_scale(did, files.read(keys[2]), shape, name) if has_global else None
+        return packed(*_with_k_last(files.read(keys[0]), files.read(keys[1]), k_first), number, name, inverse=inverse)
+
+    return Fp4Weight(name, layout, fmt, (*shape[:-1], 2 * shape[-1]), keys if has_global else keys[:2], read)
+
+
+def _oriented_format(
     did: str, scale_dtype: torch.dtype, codes: tuple[int, ...], scale: tuple[int, ...], where: str
 ) -> tuple[BlockFormat, bool]:
     """The format, and whether codes and scales of stacked experts are ``[E, K/2, N]`` and ``[E, K/bs, N]``.
@@ -125,14 +159,14 @@ def oriented_format(
     return block_format(did, scale_dtype, codes, scale, where), False
 
 
-def with_k_last(codes: torch.Tensor, scale: torch.Tensor, k_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_k_last(codes: torch.Tensor, scale: torch.Tensor, k_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes ``[E, K/2, N]`` and scales ``[E, K/bs, N]`` with their axes in the usual order, where ``k_first``."""
     if not k_first:
         return codes, scale
     return codes.transpose(1, 2), scale.view(torch.uint8).transpose(1, 2).contiguous().view(scale.dtype)
 
 
-def shaped_global_scale(did: str, stored: torch.Tensor, shape: tuple[int, ...], where: str) -> torch.Tensor:
+def _shaped_global_scale(did: str, stored: torch.Tensor, shape: tuple[int, ...], where: str) -> torch.Tensor:
     """A global scale by the shape of its weight: one number for all, or for stacked experts one or a pair each.
 
     Args:

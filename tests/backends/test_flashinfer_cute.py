@@ -11,7 +11,16 @@ import pytest
 import torch
 from flashinfer_cute_stand_in import B12X, CUTEDSL, b12x_fused_moe, stand_in
 from flashinfer_stand_in import FP4_QUANTIZE, MXFP8_QUANTIZE
-from moe_cases import CLAMPED_SWIGLU, RUNTIME_SWIGLU, SWIGLU, MoECase, make_case, with_odd_block_scales
+from moe_cases import (
+    CLAMPED_SWIGLU,
+    RUNTIME_SWIGLU,
+    SWIGLU,
+    MoECase,
+    make_case,
+    with_experts_named_again,
+    with_ids_far_outside,
+    with_odd_block_scales,
+)
 from test_flashinfer import exact_in_nvfp4, with_gate_and_up
 from tolerances import assert_close_per_token
 
@@ -105,22 +114,14 @@ def test_routing_as_given(mode: str, weights_dtype: torch.dtype, ids_dtype: torc
 
 @every_mode
 def test_ids_far_outside_are_no_experts(mode: str) -> None:
-    """Kernels that read 16 bits of an id would take these for experts 0 and 1."""
-    made = case(mode)
-    ids = made.operands[Operand.TOPK_IDS].clone()
-    ids[:3, 0] = 1 << 16
-    ids[3:, 0] = (1 << 32) + 1
-    check(mode, MoECase(made.spec, {**made.operands, Operand.TOPK_IDS: ids}))
+    check(mode, with_ids_far_outside(case(mode)))
 
 
 @every_mode
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_expert_that_a_token_names_again(mode: str, weights_dtype: torch.dtype) -> None:
     """Kernels have one place for a token and an expert."""
-    made = case(mode, top_k=4, weights_dtype=weights_dtype, outside_ids=True)
-    ids = made.operands[Operand.TOPK_IDS].clone()
-    ids[1:4, 2], ids[4] = ids[1:4, 0], 3
-    check(mode, MoECase(made.spec, {**made.operands, Operand.TOPK_IDS: ids}))
+    check(mode, with_experts_named_again(case(mode, top_k=4, weights_dtype=weights_dtype, outside_ids=True)))
 
 
 @every_mode
