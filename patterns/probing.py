@@ -162,8 +162,11 @@ def evaluate(
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Plain eager torch on the CPU, whatever modes the compiler is in."""
-    with unset_fake_temporarily(), torch.no_grad(), torch.device("cpu"):
+    """Plain eager torch on the CPU, whatever modes the compiler is in and whatever device is the default.
+
+    A default device is a mode too. ``torch.device("cpu")`` would be one more, in Python, around every operation.
+    """
+    with unset_fake_temporarily(), torch.no_grad(), torch._C.DisableTorchFunction():
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -106,6 +107,19 @@ def test_uninitialised_memory_shows() -> None:
 
     value = torch.randn(4)
     assert run(fn, value, value).isnan().tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("chosen", ["default", "mode"])
+def test_pieces_run_on_the_cpu_whatever_device_is_the_default(chosen: str) -> None:
+    result, (x,) = traced(lambda x: torch.cat((x, torch.empty(1), torch.full((1,), 2.0))), torch.randn(3))
+    if chosen == "default":
+        torch.set_default_device("meta")
+    try:
+        with torch.device("meta") if chosen == "mode" else contextlib.nullcontext():
+            (value,) = evaluate([result], {x: torch.ones(3, device="cpu")})
+    finally:
+        torch.set_default_device(None)
+    assert value.nan_to_num(7.0).tolist() == [1.0, 1.0, 1.0, 7.0, 2.0]
 
 
 def test_unforeseen_failures_are_no_matches() -> None:
