@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ..device import DeviceInfo
 from ..formats import FORMATS, MXFP4, NVFP4, BlockFormat
-from ..kernels.w4a16_config import FAMILIES, choose_config, configs, shared_memory
+from ..kernels.w4a16_config import FAMILIES, DecodeConfig, choose_config, configs, shared_memory
 from ..kernels.w4a16_tuning import PARTS, read_config, variants, write_config, write_table
 from ..layouts.gate_up import to_granules
 from ..layouts.lane_scales import absorb_scale_signs, e4m3_bytes, e4m3_rows, e8m0_bytes, e8m0_rows, to_scale_words
@@ -61,13 +61,15 @@ def _moe(call: ExpertsCall) -> torch.Tensor:
 
 def _moe_routed(call: RouterCall, experts: Callable[[torch.Tensor, torch.Tensor], ExpertsCall]) -> torch.Tensor:
     from ..kernels.w4a16 import choose, run_experts
-    from ..kernels.w4a16_routing import Router, empty_routing, route_from_logits
+    from ..kernels.w4a16_routing import Router, chooses_by_logits, empty_routing, route_from_logits, run_one_token
 
     router = Router(call.spec, call.top_k, call.weights_dtype, call.bias, call.scale, call.expert_scale)
     ids, weights = empty_routing(call.logits, router)
     given = experts(ids, weights)
     layer = _experts(given)
     config = choose(given.hidden, call.top_k, layer, given.table)
+    if isinstance(config, DecodeConfig) and config.one_token is not None and chooses_by_logits(router):
+        return run_one_token(given.hidden, call.logits, router, layer, config, given.out_dtype)
     routes = route_from_logits(call.logits, router, ids, weights, config)
     return run_experts(given.hidden, ids, weights, layer, given.out_dtype, config, routes)
 

@@ -189,10 +189,10 @@ def _gate_up_decode(
     """h [P, I] in the activation dtype, by pair; I is padded to 64 where there is no gate."""
     w13, gemm = experts.w13, config.gate_up
     (num_tokens, hidden_size), (num_pairs, top_k) = hidden.shape, (topk_ids.numel(), topk_ids.shape[1])
-    h = _empty_h(hidden, experts, num_pairs)
+    h = empty_h(hidden, experts, num_pairs)
     launch(gate_up_decode_kernel, (num_pairs * (w13.rows.shape[1] // gemm.block_n),))(
         hidden,
-        *_weight_args(w13),
+        *weight_args(w13),
         topk_ids,
         h,
         num_tokens,
@@ -200,15 +200,15 @@ def _gate_up_decode(
         top_k,
         hidden_size,
         h.shape[1],
-        *_knobs(experts.activation),
+        *knobs(experts.activation),
         TOKENS=triton.next_power_of_2(num_tokens),
         SLOTS=triton.next_power_of_2(top_k),
         PARTS=gemm.split,
         HAS_BIAS=w13.bias is not None,
-        **_activation_constants(experts.activation),
+        **activation_constants(experts.activation),
         LATE=config.late,
         num_warps=gemm.split,
-        **_decode_constants(experts.e4m3, hidden_size, gemm, config.pdl),
+        **decode_constants(experts.e4m3, hidden_size, gemm, config.pdl),
     )
     return h
 
@@ -226,7 +226,7 @@ def _down_decode(
     num_tokens, top_k = topk_ids.shape
     launch(down_decode_kernel, (topk_ids.numel() * triton.cdiv(hidden_size, gemm.block_n),))(
         h,
-        *_weight_args(w2),
+        *weight_args(w2),
         topk_ids,
         topk_weights,
         y,
@@ -240,11 +240,11 @@ def _down_decode(
         PARTS=gemm.split,
         HAS_BIAS=w2.bias is not None,
         num_warps=gemm.split,
-        **_decode_constants(experts.e4m3, intermediate_size, gemm, config.pdl),
+        **decode_constants(experts.e4m3, intermediate_size, gemm, config.pdl),
     )
 
 
-def _decode_constants(e4m3: bool, columns: int, gemm: DecodeGemm, pdl: bool) -> dict[str, int | bool]:
+def decode_constants(e4m3: bool, columns: int, gemm: DecodeGemm, pdl: bool) -> dict[str, int | bool]:
     return {
         "BLOCK_N": gemm.block_n,
         "GROUPS": gemm.groups,
@@ -256,26 +256,26 @@ def _decode_constants(e4m3: bool, columns: int, gemm: DecodeGemm, pdl: bool) -> 
     }
 
 
-def _empty_h(like: torch.Tensor, experts: Experts, num_pairs: int) -> torch.Tensor:
+def empty_h(like: torch.Tensor, experts: Experts, num_pairs: int) -> torch.Tensor:
     """h [P, I], uninitialised, in the activation dtype; I is padded to 64 where there is no gate."""
     rows = experts.w13.rows.shape[1]
     return like.new_empty(num_pairs, rows // 2 if experts.activation.gated else rows)
 
 
-def _weight_args(weights: Weights) -> tuple[torch.Tensor, ...]:
+def weight_args(weights: Weights) -> tuple[torch.Tensor, ...]:
     """A weight as every kernel takes it; any tensor stands for a bias that there is not."""
     bias = weights.rows if weights.bias is None else weights.bias.contiguous()
     return weights.words, weights.scales, weights.rows, bias
 
 
-def _knobs(activation: ActivationSpec) -> tuple[Any, ...]:
+def knobs(activation: ActivationSpec) -> tuple[Any, ...]:
     """alpha, beta, limit and up_limit."""
     limit = 0.0 if activation.limit is None else activation.limit
     up_limit = limit if activation.up_limit is None else activation.up_limit
     return activation.alpha, activation.beta, limit, up_limit
 
 
-def _activation_constants(activation: ActivationSpec) -> dict[str, bool | str]:
+def activation_constants(activation: ActivationSpec) -> dict[str, bool | str]:
     bound = activation.bound if activation.limit is not None else "none"
     return {"GATED": activation.gated, "BOUND": bound, "KIND": activation.kind}
 
@@ -363,12 +363,12 @@ def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int,
     w13, hidden_size = experts.w13, hidden.shape[1]
     if config.hopper and hidden.data_ptr() % _ALIGNMENT:
         hidden = hidden.clone()
-    h = _empty_h(hidden, experts, routes.num_pairs)
+    h = empty_h(hidden, experts, routes.num_pairs)
     cut = _cut(routes, w13.rows.shape[1], hidden_size, config, config.gate_up, h.device)
     kernel, _ = _kernels(config)
     launch(kernel, (cut.num_blocks * cut.split_k,))(
         hidden,
-        *_weight_args(w13),
+        *weight_args(w13),
         *routes.tiles,
         h,
         _parts(cut, config.block_m * config.gate_up.block_n, h),
@@ -376,9 +376,9 @@ def _gate_up(hidden: torch.Tensor, experts: Experts, routes: Routes, top_k: int,
         top_k,
         hidden_size,
         h.shape[1],
-        *_knobs(experts.activation),
+        *knobs(experts.activation),
         HAS_BIAS=w13.bias is not None,
-        **_activation_constants(experts.activation),
+        **activation_constants(experts.activation),
         **_constants(w13, experts.e4m3, hidden_size, config, config.gate_up, cut.split_k),
     )
     return h
@@ -393,7 +393,7 @@ def _down(
     _, kernel = _kernels(config)
     launch(kernel, (cut.num_blocks * cut.split_k,))(
         h,
-        *_weight_args(w2),
+        *weight_args(w2),
         topk_weights,
         *routes.tiles,
         y,

@@ -71,12 +71,15 @@ class DecodeConfig:
     Attributes:
         pdl: a kernel may start while the one before it still runs.
         late: down may not start before gate_up has multiplied.
+        one_token: of down in ``w4a16_one_token``, whose programs have a warp for each chosen expert; None where those
+            kernels do not serve.
     """
 
     gate_up: DecodeGemm
     down: DecodeGemm
     pdl: bool = False
     late: bool = False
+    one_token: DecodeGemm | None = None
 
 
 BLOCK = GemmConfig(block_n=128, block_k=64, num_warps=4, num_stages=4)
@@ -202,6 +205,11 @@ _ONE_WARP = (9, 12)
 """From how many on, and up to how many, which then all run at once, they are of one warp."""
 _LONG = 2560
 """Columns from which they take two groups a step."""
+_ONE_TOKEN_WEIGHTS = 40_000_000
+"""Weights of the chosen experts up to which one token takes two launches: with 19 million 14.1 -> 10.0 us, with 38
+(Qwen3-30B-A3B) 15.1 -> 13.7, with 50 15.8 -> 16.2; from there on the programs of down are too few or uneven."""
+_ONE_TOKEN_SLOTS = (4, 8)
+"""Experts of a token, each a warp of down, with which it does: ten would leave six of sixteen idle."""
 
 
 def choose_decode(
@@ -234,7 +242,15 @@ def choose_decode(
         return DecodeGemm(block_n=32, split=split, groups=2, num_stages=4 if split == 2 else 3)
 
     # With one token the start of down counts; with more its programs, waiting, would take the place of gate_up's.
-    return DecodeConfig(gemm(*gate_up), gemm(*down), pdl=arch >= 90, late=num_tokens > 1)
+    weights = top_k * (gate_up[0] * gate_up[1] + down[0] * down[1])
+    alone = num_tokens == 1 and top_k in _ONE_TOKEN_SLOTS and weights <= _ONE_TOKEN_WEIGHTS
+    return DecodeConfig(
+        gemm(*gate_up),
+        gemm(*down),
+        pdl=arch >= 90,
+        late=num_tokens > 1,
+        one_token=DecodeGemm(block_n=16, split=1, groups=2, num_stages=3) if alone else None,
+    )
 
 
 def choose_split(num_blocks: int, steps: int, sm_count: int, hopper: bool = False) -> int:

@@ -29,8 +29,8 @@ def _scale_words(E4M3: tl.constexpr):
 
 
 @triton.jit
-def _expert_words(num_rows, num_columns, E4M3: tl.constexpr):
-    """Words and scale words of an expert, int64."""
+def expert_words(num_rows, num_columns, E4M3: tl.constexpr):
+    """How many words and scale words an expert has, int64."""
     tiles = (num_rows // ROWS).to(tl.int64) * tl.cdiv(num_columns, GROUP)
     return tiles * (ROWS * PLANE), tiles * _scale_words(E4M3)
 
@@ -49,9 +49,10 @@ def _load_parts(
     DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Weights [parts, BLOCK_N, 64 GROUPS] of an expert's rows from ``row``, which lie in one tile.
+    """Weights [parts, BLOCK_N, 64 GROUPS] of rows from ``row``, which lie in one tile.
 
-    ``group`` [parts] is the first group to read; those past the last are zero unless WHOLE.
+    ``words`` and ``scales`` are an expert's, or [parts, 1, 1, 1] and [parts, 1, 1], of each part's expert. ``group``
+    [parts] is the first group to read; those past the last are zero unless WHOLE.
     """
     PARTS: tl.constexpr = group.shape[0]
     SCALES: tl.constexpr = BLOCK_N if E4M3 else BLOCK_N // 2
@@ -74,7 +75,47 @@ def _load_parts(
 
 
 @triton.jit
-def _product(
+def products(
+    x_row,
+    words,
+    scales,
+    row,
+    first,
+    K,
+    BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    E4M3: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """float32 [parts, BLOCK_N, tokens]: each part's share of weights from ``row``, in one tile, times tokens.
+
+    ``x_row`` are pointers [1 or parts, 1, tokens], 1, 2, 4 or 8 tokens; ``words`` and ``scales`` as in
+    ``_load_parts``. A part takes GROUPS groups from ``first`` [parts] on, then those STEP further.
+    """
+    PARTS: tl.constexpr = first.shape[0]
+    TOKENS: tl.constexpr = x_row.shape[2]
+    COLUMNS: tl.constexpr = GROUPS * GROUP
+    DTYPE: tl.constexpr = x_row.dtype.element_ty
+    groups = tl.cdiv(K, GROUP)
+    column = first[:, None] * GROUP + tl.arange(0, COLUMNS)[None, :]
+    acc = tl.zeros((PARTS, BLOCK_N, _COLUMNS), dtype=tl.float32)
+    for group in range(0, groups, STEP):
+        k = (column + group * GROUP)[:, :, None]
+        x = tl.load(x_row + k) if WHOLE else tl.load(x_row + k, mask=k < K, other=0.0)
+        x = x[:, :, None, :].broadcast_to([PARTS, COLUMNS, _COLUMNS // TOKENS, TOKENS])
+        x = x.reshape(PARTS, COLUMNS, _COLUMNS)
+        w = _load_parts(words, scales, row, first + group, groups, BLOCK_N, GROUPS, WHOLE, E4M3, DTYPE, INTERPRETED)
+        acc = dot(w, x, acc, INTERPRETED)
+    if TOKENS < _COLUMNS:  # a token's columns are equal, and 2**n times a number over 2**n is that number
+        acc = acc.reshape(PARTS, BLOCK_N, _COLUMNS // TOKENS, TOKENS) * (TOKENS / _COLUMNS)
+        acc = tl.sum(acc, axis=2)
+    return acc
+
+
+@triton.jit
+def product(
     x_row,
     words,
     scales,
@@ -87,29 +128,15 @@ def _product(
     E4M3: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """float32 [BLOCK_N, tokens]: an expert's rows from ``row``, which lie in one tile, times tokens.
+    """float32 [BLOCK_N, tokens]: an expert's rows from ``row``, in one tile, times tokens ``x_row`` [tokens].
 
-    ``x_row`` are pointers [tokens], 1, 2, 4 or 8; each of PARTS takes GROUPS groups in turn.
+    Each of PARTS takes GROUPS groups in turn.
     """
-    TOKENS: tl.constexpr = x_row.shape[0]
-    COLUMNS: tl.constexpr = GROUPS * GROUP
-    DTYPE: tl.constexpr = x_row.dtype.element_ty
-    groups = tl.cdiv(K, GROUP)
     first = tl.arange(0, PARTS) * GROUPS
-    column = first[:, None] * GROUP + tl.arange(0, COLUMNS)[None, :]
+    STEP: tl.constexpr = PARTS * GROUPS
     x_row = x_row[None, None, :]
-    acc = tl.zeros((PARTS, BLOCK_N, _COLUMNS), dtype=tl.float32)
-    for group in range(0, groups, PARTS * GROUPS):
-        k = (column + group * GROUP)[:, :, None]
-        x = tl.load(x_row + k) if WHOLE else tl.load(x_row + k, mask=k < K, other=0.0)
-        x = x[:, :, None, :].broadcast_to([PARTS, COLUMNS, _COLUMNS // TOKENS, TOKENS])
-        x = x.reshape(PARTS, COLUMNS, _COLUMNS)
-        w = _load_parts(words, scales, row, first + group, groups, BLOCK_N, GROUPS, WHOLE, E4M3, DTYPE, INTERPRETED)
-        acc = dot(w, x, acc, INTERPRETED)
-    if TOKENS < _COLUMNS:  # a token's columns are equal, and 2**n times a number over 2**n is that number
-        acc = acc.reshape(PARTS, BLOCK_N, _COLUMNS // TOKENS, TOKENS) * (TOKENS / _COLUMNS)
-        acc = tl.sum(acc, axis=2)
-    return tl.sum(acc, axis=0)
+    parts = products(x_row, words, scales, row, first, K, BLOCK_N, STEP, GROUPS, WHOLE, E4M3, INTERPRETED)
+    return tl.sum(parts, axis=0)
 
 
 @triton.jit
@@ -189,11 +216,11 @@ def gate_up_decode_kernel(
     factor = tl.load(row_scale + offset + n)
     shift = tl.load(bias + offset + n).to(tl.float32) if HAS_BIAS else tl.zeros_like(factor)
     t = tl.arange(0, TOKENS)
-    expert_words, expert_scales = _expert_words(N, H, E4M3)
-    total = _product(
+    words_size, scales_size = expert_words(N, H, E4M3)
+    total = product(
         hidden + tl.minimum(t, num_tokens - 1) * H,
-        words + expert * expert_words,
-        scales + expert * expert_scales,
+        words + expert * words_size,
+        scales + expert * scales_size,
         row,
         H,
         BLOCK_N,
@@ -261,14 +288,14 @@ def down_decode_kernel(
     t = tl.arange(0, TOKENS)
     slot = _next_slot(own, tl.full((TOKENS,), -1, dtype=tl.int32))
     x_pair = tl.where(slot < SLOTS, t * top_k + slot, pair)
-    expert_words, expert_scales = _expert_words(N, I, E4M3)
+    words_size, scales_size = expert_words(N, I, E4M3)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    total = _product(
+    total = product(
         h + x_pair * I,
-        words + expert * expert_words,
-        scales + expert * expert_scales,
+        words + expert * words_size,
+        scales + expert * scales_size,
         row,
         I,
         BLOCK_N,

@@ -109,6 +109,89 @@ def _renormalized(weights, used, renormalize_min, renormalize_eps):
 
 
 @triton.jit
+def choose_experts(
+    rows,  # pointers [TOKENS, 1] to a token's logits [NUM_EXPERTS]
+    exists,  # [TOKENS, 1]: whether they may be read
+    bias,  # [NUM_EXPERTS], read if HAS_BIAS
+    group_fill,
+    rounds,  # how many experts: TOP_K, or fewer of the best
+    NUM_EXPERTS: tl.constexpr,
+    SCORING: tl.constexpr,
+    LATE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Each token's experts int32 [TOKENS, SLOTS], best first, and its logits float32 [TOKENS, GROUPS * SIZE]."""
+    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    NARROW: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth == 16
+    place = tl.arange(0, GROUPS * SIZE)[None, :]
+    expert = place // SIZE * GROUP_SIZE + place % SIZE
+    real = (place % SIZE < GROUP_SIZE) & (place // SIZE < NUM_GROUPS)
+    x = tl.load(rows + expert, mask=real & exists, other=float("-inf")).to(tl.float32)
+
+    # Softmax keeps the order of logits: where nothing is added to scores, they need not be waited for.
+    BY_LOGITS: tl.constexpr = LATE or (SCORING == "softmax" and not HAS_BIAS and NUM_GROUPS == 1)
+    selection = x if BY_LOGITS else (_softmax(x, x) if SCORING == "softmax" else _score(x, SCORING))
+    if HAS_BIAS:
+        selection += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
+    if NUM_GROUPS > 1:
+        kept = _kept_groups(selection, NUM_GROUPS, GROUP_SIZE, TOPK_GROUPS, TOP2, GROUPS, SIZE)
+        selection = tl.where(kept, selection, group_fill)
+    keys = _keys(selection)
+    # The place beside a 16-bit number makes every key another, and is read off the highest.
+    MARKED: tl.constexpr = NARROW and BY_LOGITS and not HAS_BIAS and GROUPS * SIZE <= _LOW_BITS
+    if MARKED:
+        keys = (keys | _LOW_BITS) - place
+    keys = tl.where(real, keys, _LOWEST)
+
+    slot = tl.arange(0, SLOTS)[None, :]
+    ids = tl.zeros((rows.shape[0], SLOTS), dtype=tl.int32)
+    for i in range(rounds):
+        first = _best_place(keys, place, MARKED)
+        keys = tl.where(place == first, _LOWEST, keys)
+        ids = tl.where(slot == i, first // SIZE * GROUP_SIZE + first % SIZE, ids)
+    return ids, x
+
+
+@triton.jit
+def weigh_experts(
+    rows,
+    exists,
+    ids,
+    x,
+    scale,  # [1], read if HAS_SCALE
+    expert_scale,  # [NUM_EXPERTS], read if HAS_EXPERT_SCALE
+    renormalize_min,
+    renormalize_eps,
+    factor,
+    TOP_K: tl.constexpr,
+    SCORING: tl.constexpr,
+    LATE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_EXPERT_SCALE: tl.constexpr,
+):
+    """float32 weights [TOKENS, SLOTS] of what ``choose_experts`` gives."""
+    slot = tl.arange(0, ids.shape[1])[None, :]
+    used = (slot < TOP_K) & exists
+    chosen = tl.load(rows + ids, mask=used, other=float("-inf")).to(tl.float32)
+    weights = _weights(chosen, x, SCORING, LATE)
+    if RENORMALIZE:
+        weights = _renormalized(weights, slot < TOP_K, renormalize_min, renormalize_eps)
+    weights *= factor
+    if HAS_SCALE:
+        weights *= tl.load(scale).to(tl.float32)
+    if HAS_EXPERT_SCALE:
+        weights *= tl.load(expert_scale + ids, mask=used, other=0.0).to(tl.float32)
+    return weights
+
+
+@triton.jit
 def _count(ids, counts, arrivals, BINS: tl.constexpr, ARRIVALS: tl.constexpr):
     """Pairs of each expert among ``ids`` [TOKENS, SLOTS], all slots used."""
     pairs = tl.reshape(ids, (ids.shape[0] * ids.shape[1],))
@@ -166,52 +249,24 @@ def topk_kernel(
     pairs, at most CHUNK, by expert."""
     if PDL:
         gdc_wait()
-    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
-    NARROW: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    place = tl.arange(0, GROUPS * SIZE)[None, :]
-    expert = place // SIZE * GROUP_SIZE + place % SIZE
-    real = (place % SIZE < GROUP_SIZE) & (place // SIZE < NUM_GROUPS)
+    exists = token < num_tokens
     rows = logits + token.to(tl.int64) * NUM_EXPERTS
-    x = tl.load(rows + expert, mask=real & (token < num_tokens), other=float("-inf")).to(tl.float32)
-
-    # Softmax keeps the order of logits: where nothing is added to scores, they need not be waited for.
-    BY_LOGITS: tl.constexpr = LATE or (SCORING == "softmax" and not HAS_BIAS and NUM_GROUPS == 1)
-    selection = x if BY_LOGITS else (_softmax(x, x) if SCORING == "softmax" else _score(x, SCORING))
-    if HAS_BIAS:
-        selection += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
-    if NUM_GROUPS > 1:
-        kept = _kept_groups(selection, NUM_GROUPS, GROUP_SIZE, TOPK_GROUPS, TOP2, GROUPS, SIZE)
-        selection = tl.where(kept, selection, group_fill)
-    keys = _keys(selection)
-    # The place beside a 16-bit number makes every key another, and is read off the highest.
-    MARKED: tl.constexpr = NARROW and BY_LOGITS and not HAS_BIAS and GROUPS * SIZE <= _LOW_BITS
-    if MARKED:
-        keys = (keys | _LOW_BITS) - place
-    keys = tl.where(real, keys, _LOWEST)
-
+    ids, x = choose_experts(
+        rows, exists, bias, group_fill, TOP_K,
+        NUM_EXPERTS, SCORING, LATE, NUM_GROUPS, TOPK_GROUPS, TOP2, HAS_BIAS, GROUPS, SIZE, SLOTS,
+    )  # fmt: skip
+    weights = weigh_experts(
+        rows, exists, ids, x, scale, expert_scale, renormalize_min, renormalize_eps, factor,
+        TOP_K, SCORING, LATE, RENORMALIZE, HAS_SCALE, HAS_EXPERT_SCALE,
+    )  # fmt: skip
     slot = tl.arange(0, SLOTS)[None, :]
-    ids = tl.zeros((TOKENS, SLOTS), dtype=tl.int32)
-    for i in range(TOP_K):
-        first = _best_place(keys, place, MARKED)
-        keys = tl.where(place == first, _LOWEST, keys)
-        ids = tl.where(slot == i, first // SIZE * GROUP_SIZE + first % SIZE, ids)
-
-    used = (slot < TOP_K) & (token < num_tokens)
-    chosen = tl.load(rows + ids, mask=used, other=float("-inf")).to(tl.float32)
-    weights = _weights(chosen, x, SCORING, LATE)
-    if RENORMALIZE:
-        weights = _renormalized(weights, slot < TOP_K, renormalize_min, renormalize_eps)
-    weights *= factor
-    if HAS_SCALE:
-        weights *= tl.load(scale).to(tl.float32)
-    if HAS_EXPERT_SCALE:
-        weights *= tl.load(expert_scale + ids, mask=used, other=0.0).to(tl.float32)
+    used = (slot < TOP_K) & exists
     out = token.to(tl.int64) * TOP_K + slot
     tl.store(topk_ids + out, ids, mask=used)
     tl.store(topk_weights + out, cast(weights, topk_weights.dtype.element_ty, INTERPRETED), mask=used)
     if COUNT:
-        _count(tl.where(token < num_tokens, ids, NUM_EXPERTS + 1), counts, arrivals, BINS, ARRIVALS)
+        _count(tl.where(exists, ids, NUM_EXPERTS + 1), counts, arrivals, BINS, ARRIVALS)
     if SORT:
         tl.debug_barrier()  # ids are read back by other threads than wrote them
         route_kernel(

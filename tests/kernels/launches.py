@@ -94,7 +94,7 @@ def launches(spec: MoESpec, arch: int, token_counts: Iterable[int]) -> dict[int,
     return found
 
 
-_PER_TOKEN = (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS)
+_PER_TOKEN = (Operand.HIDDEN, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS, Operand.ROUTER_LOGITS)
 
 
 def unwritten(spec: MoESpec, num_tokens: int) -> tuple[dict[Operand, torch.Tensor], dict[str, torch.Tensor]]:
@@ -107,6 +107,7 @@ def unwritten(spec: MoESpec, num_tokens: int) -> tuple[dict[Operand, torch.Tenso
         Operand.HIDDEN: torch.empty(num_tokens, spec.hidden_size, dtype=spec.act_dtype),
         Operand.TOPK_IDS: torch.empty(num_tokens, spec.top_k, dtype=torch.int64),
         Operand.TOPK_WEIGHTS: torch.empty(num_tokens, spec.top_k, dtype=spec.weights_dtype),
+        Operand.ROUTER_LOGITS: torch.empty(num_tokens, spec.num_experts, dtype=spec.act_dtype),
         Operand.W2_BIAS: torch.empty(spec.num_experts, spec.hidden_size, dtype=spec.act_dtype),
     }
     prepared = {name: torch.empty(fake.shape, dtype=fake.dtype) for name, fake in shapes.items()}
