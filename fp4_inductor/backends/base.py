@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -281,6 +282,10 @@ def routed_args(spec: MoESpec, args: tuple[PlanArg, ...]) -> tuple[PlanArg, ...]
     )
 
 
+# The same in every call of a layer, and made anew they would be a tenth of what a call costs on the host.
+_activation, _format, _order = lru_cache(256)(ActivationSpec), lru_cache(256)(BlockFormat), lru_cache(GateUpOrder)
+
+
 def _decode(
     hidden: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -318,22 +323,17 @@ def _decode(
         topk_weights=topk_weights,
         w13=ExpertWeights(w13, w13_scale, w13_global, w13_bias),
         w2=ExpertWeights(w2, w2_scale, w2_global, w2_bias),
-        activation=ActivationSpec(
-            kind=activation,  # type: ignore[arg-type]
-            gated=gated,
-            alpha=alpha if alpha_input is None else float(alpha_input),
-            beta=beta if beta_input is None else float(beta_input),
-            limit=limit if limit_input is None else float(limit_input),
-            up_limit=up_limit if up_limit_input is None else float(up_limit_input),
-            bound=bound,  # type: ignore[arg-type]
+        activation=_activation(
+            activation,
+            gated,
+            alpha if alpha_input is None else float(alpha_input),
+            beta if beta_input is None else float(beta_input),
+            limit if limit_input is None else float(limit_input),
+            up_limit if up_limit_input is None else float(up_limit_input),
+            bound,
         ),
-        w13_order=GateUpOrder(w13_order),
-        weight_format=BlockFormat(
-            weight_format,
-            block_size,
-            scale_encoding,  # type: ignore[arg-type]
-            has_global_scale=w13_global is not None,
-        ),
+        w13_order=_order(w13_order),
+        weight_format=_format(weight_format, block_size, scale_encoding, w13_global is not None),
         table=table,
         out_dtype=out_dtype,
     )

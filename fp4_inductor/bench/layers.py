@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..plan import KernelPlan, prepare, run_plan
+from ..plan import KernelPlan, Prepared, prepare, resolve_op
 from ..random_layer import route
 from ..spec import MoESpec, Operand
 
@@ -17,19 +17,25 @@ Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def planned_layer(spec: MoESpec, plan: KernelPlan, weights: Mapping[Operand, torch.Tensor]) -> Layer:
     """The planned call on prepared weights; it keeps no canonical weight that the plan does not read as it is.
 
-    Logits go to the op where the plan takes them, and are routed by torch operations where it does not.
+    Logits go to the op where the plan takes them, and are routed by torch operations where it does not. The op and
+    what does not change are looked up once, as in a compiled graph.
     """
-    prepared = prepare(plan, weights)
-    direct = {arg: weights[arg] for arg in plan.args if isinstance(arg, Operand) and arg in weights}
-    takes_logits = Operand.ROUTER_LOGITS in plan.operands
-    top_k = spec.top_k
+    op, prepared, top_k = resolve_op(plan.op), prepare(plan, weights), spec.top_k
+    fixed = [
+        prepared[arg.name] if isinstance(arg, Prepared) else weights.get(arg) if isinstance(arg, Operand) else arg
+        for arg in plan.args
+    ]
+    at = {arg: index for index, arg in enumerate(plan.args) if isinstance(arg, Operand)}
+    hidden_at, logits_at = at[Operand.HIDDEN], at.get(Operand.ROUTER_LOGITS)
+    ids_at, weights_at = at.get(Operand.TOPK_IDS), at.get(Operand.TOPK_WEIGHTS)
 
     def layer(hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        operands = {**direct, Operand.HIDDEN: hidden}
-        if takes_logits:
-            operands[Operand.ROUTER_LOGITS] = logits
-        else:
-            operands[Operand.TOPK_IDS], operands[Operand.TOPK_WEIGHTS] = route(logits, top_k)
-        return run_plan(plan, operands, prepared)
+        args = list(fixed)
+        args[hidden_at] = hidden
+        if logits_at is not None:
+            args[logits_at] = logits
+        if ids_at is not None and weights_at is not None:
+            args[ids_at], args[weights_at] = route(logits, top_k)
+        return op(*args)  # type: ignore[no-any-return]
 
     return layer

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+import struct
 from functools import cache
 from math import inf
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +20,11 @@ _MAX_SLOTS = 16384
 """Slots whose activations are held at once: beyond, tokens take turns, each as fast."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
+_CALL = struct.Struct("13P6q7i4f0P")
+"""``Call`` in moe.cpp: pointers, sizes, what kind of each, the activation's numbers, and what aligns them."""
+
+
+class Weight(NamedTuple):
     """One weight of all experts in row blocks.
 
     Attributes:
@@ -34,33 +38,12 @@ class Weight:
     bias: torch.Tensor | None
 
 
-class _Weight(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("codes", "scales", "factors", "bias")]
-
-
-class _Call(ctypes.Structure):
-    """``Call`` in moe.cpp, field by field."""
-
-    _fields_ = [
-        ("w13", _Weight),
-        ("w2", _Weight),
-        *((name, ctypes.c_void_p) for name in ("hidden", "ids", "weights", "out", "scratch")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("num_tokens", "max_tokens", "top_k", "num_experts", "hidden_size", "intermediate_size")
-        ),
-        *((name, ctypes.c_int32) for name in ("scale_kind", "hidden_is_bfloat16", "out_is_bfloat16", "num_threads")),
-        *((name, ctypes.c_int32) for name in ("kind", "bound", "gated")),
-        *((name, ctypes.c_float) for name in ("alpha", "beta", "limit", "up_limit")),
-    ]
-
-
 @cache
 def _kernel(isa: str) -> ctypes._FuncPointer:
     library = load_library(isa)
-    assert library.fp4_call_bytes() == ctypes.sizeof(_Call), "the structure is not that of moe.cpp"
+    assert library.fp4_call_bytes() == _CALL.size, "the structure is not that of moe.cpp"
     kernel = library.fp4_moe
-    kernel.argtypes, kernel.restype = [ctypes.c_void_p], None
+    kernel.argtypes, kernel.restype = [ctypes.c_char_p], None
     return kernel
 
 
@@ -102,18 +85,12 @@ def run_experts(
     )
     scratch = hidden.new_empty(scratch_bytes, dtype=torch.uint8)
     limit = inf if activation.limit is None else activation.limit
-    call = _Call(
-        _pointers(w13),
-        _pointers(w2),
-        hidden.data_ptr(),
-        ids.data_ptr(),
-        weights.data_ptr(),
-        out.data_ptr(),
-        scratch.data_ptr(),
+    call = _CALL.pack(
+        *(0 if tensor is None else tensor.data_ptr() for tensor in (*w13, *w2, hidden, ids, weights, out, scratch)),
         num_tokens,
         max_tokens,
         top_k,
-        w2.codes.shape[0],
+        len(w2.codes),
         hidden_size,
         intermediate_size,
         fmt.scale_encoding == "e4m3",
@@ -128,10 +105,5 @@ def run_experts(
         limit,
         limit if activation.up_limit is None else activation.up_limit,
     )
-    kernel(ctypes.addressof(call))
+    kernel(call)
     return out if out.dtype == out_dtype else out.to(out_dtype)
-
-
-def _pointers(weight: Weight) -> _Weight:
-    tensors = (weight.codes, weight.scale, weight.factors, weight.bias)
-    return _Weight(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))

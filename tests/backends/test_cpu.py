@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from fp4_inductor.backends import get_backend
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
 from fp4_inductor.kernels import cpu_moe
-from fp4_inductor.kernels.cpu_build import ISA_VARIABLE, ISAS, processor_isas
+from fp4_inductor.kernels.cpu_build import ISA_VARIABLE, ISAS, choose_isa, processor_isas
 from fp4_inductor.plan import prepare, resolve_op, run_plan
 from fp4_inductor.spec import ActivationSpec, GateUpOrder, Operand
 
@@ -34,12 +35,14 @@ formats = pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=str)
 
 
 @pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each instruction set in turn, forced."""
     if request.param not in processor_isas():
         pytest.skip(f"this processor has no {request.param}")
     monkeypatch.setenv(ISA_VARIABLE, request.param)
-    return str(request.param)
+    choose_isa.cache_clear()
+    yield str(request.param)
+    choose_isa.cache_clear()
 
 
 def run(case: MoECase) -> torch.Tensor:
@@ -127,7 +130,8 @@ def test_tokens_that_take_turns(fmt: BlockFormat, monkeypatch: pytest.MonkeyPatc
     check(case)
 
 
-def test_memory_is_no_more_than_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("isa", ["portable"], indirect=True)
+def test_memory_is_no_more_than_activations(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states and h by slot, and float32 sums by token, of as many as are held at once."""
     case = make_case(MXFP4, num_tokens=50)
     plan = BACKEND.plan(case.spec, CPU)
@@ -141,7 +145,6 @@ def test_memory_is_no_more_than_activations(monkeypatch: pytest.MonkeyPatch) -> 
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "new_empty", counted)
-    monkeypatch.setenv(ISA_VARIABLE, "portable")
     for max_slots, tokens in ((1 << 14, 50), (20, 10)):
         monkeypatch.setattr(cpu_moe, "_MAX_SLOTS", max_slots)
         made.clear()

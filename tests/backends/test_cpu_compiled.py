@@ -10,7 +10,7 @@ import torch
 from models import MoEStack, hidden_states, pack_experts, tiny_model
 
 from fp4_inductor.device import DeviceInfo
-from fp4_inductor.kernels.cpu_build import ISA_VARIABLE
+from fp4_inductor.kernels import cpu_moe
 
 WHOLE = {"fp4moe.strict": True, "fp4moe.on_unsupported": "error"}
 
@@ -42,7 +42,7 @@ def test_a_wrapper_in_cpp_calls_it(fmt: str, caplog: pytest.LogCaptureFixture) -
 def test_threads_share_a_compiled_model(isa: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert DeviceInfo.parse("cpu").library("c++")
     if isa is not None:
-        monkeypatch.setenv(ISA_VARIABLE, isa)
+        monkeypatch.setattr(cpu_moe, "choose_isa", lambda act_dtype: isa)
     model = stack("mxfp4")
     inputs = [hidden_states(seed=seed) for seed in range(4)]
     torch._dynamo.reset()

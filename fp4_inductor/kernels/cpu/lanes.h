@@ -67,6 +67,7 @@ struct Avx512Lanes {
   using Codes = __m512i;
 
   static FP4_INLINE Sum zero() { return _mm512_setzero_ps(); }
+  static FP4_INLINE Sum floats(const float* values) { return _mm512_loadu_ps(values); }
   static FP4_INLINE Codes load(const uint8_t* codes) { return _mm512_loadu_si512(codes); }
 
   template <ScaleKind kind>
@@ -144,6 +145,7 @@ struct Lanes : FloatInputs {
   using Weights = __m256;
 
   static FP4_INLINE Sum zero() { return _mm256_setzero_ps(); }
+  static FP4_INLINE Sum floats(const float* values) { return _mm256_loadu_ps(values); }
 
   static FP4_INLINE Codes load(const uint8_t* codes) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
@@ -197,6 +199,12 @@ struct Lanes : FloatInputs {
   using Weights = Sum;
 
   static FP4_INLINE Sum zero() { return Sum{}; }
+
+  static FP4_INLINE Sum floats(const float* values) {
+    Sum lanes;
+    std::memcpy(&lanes, values, sizeof lanes);
+    return lanes;
+  }
 
   static FP4_INLINE Codes load(const uint8_t* codes) {
     Codes words;

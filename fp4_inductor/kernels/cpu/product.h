@@ -3,24 +3,31 @@
 
 #include "lanes.h"
 
-// How far ahead of use codes are fetched, in bytes: into the first cache, and across pages, where processors that
-// follow a stream by themselves stop. Scales are few.
+// Codes are fetched into the first cache so many bytes ahead of use. Long before, whoever multiplies has them fetched
+// into the second: it knows where it goes on, and processors that follow a stream by themselves stop where a page ends.
 constexpr int kNear = 2048;
-constexpr int kFar = 16384;
-constexpr int kScalesAhead = 2048;
 
 constexpr int block_columns(ScaleKind kind) { return kind == ScaleKind::kE8m0 ? 32 : 16; }
 
+// Where sixteen rows stand.
+struct Rows {
+  const uint8_t* codes;   // [columns / 8] chunks
+  const uint8_t* scales;  // [columns / block][16]
+};
+
 // Weights are decoded in registers and never stored; the sum over a block is multiplied by the block's scale.
 //
-// codes: [columns / 8] chunks; scales: [columns / block][16]; panel: [columns / 8][steps][tokens]; out: [tokens][16].
+// ahead: rows to fetch meanwhile; panel: [columns / 8][steps][tokens]; factors, bias: [16], by which rows are multiplied
+// and to which they are added; out: [tokens][16].
 template <ScaleKind kind, int tokens>
-void multiply(const uint8_t* codes, const uint8_t* scales, const Lanes::Input* panel, int64_t columns, float* out) {
+void multiply(const Rows& rows, const Rows& ahead, const Lanes::Input* panel, int64_t columns, const float* factors,
+              const float* bias, float* out) {
   // Products wait for the one before them in their chain: few tokens take several chains.
   constexpr int kChains = tokens == 1 ? 4 : tokens * 7 <= Lanes::kMaxTokens * 4 ? 2 : 1;
+  const int64_t codes_ahead = ahead.codes - rows.codes, scales_ahead = ahead.scales - rows.scales;
   for (int lane = 0; lane < kRows; lane += Lanes::kCount) {
-    const uint8_t* code = codes + lane * (kChunkBytes / kRows);
-    const uint8_t* scale = scales + lane;
+    const uint8_t* code = rows.codes + lane * (kChunkBytes / kRows);
+    const uint8_t* scale = rows.scales + lane;
     const Lanes::Input* input = panel;
     Lanes::Sum sum[tokens];
     for (auto& s : sum) s = Lanes::zero();
@@ -31,7 +38,7 @@ void multiply(const uint8_t* codes, const uint8_t* scales, const Lanes::Input* p
         for (auto& s : chain) s = Lanes::zero();
       for (int chunk = 0; chunk < block_columns(kind) / kColumns; ++chunk, code += kChunkBytes) {
         __builtin_prefetch(code + kNear);
-        __builtin_prefetch(code + kFar, 0, 2);
+        __builtin_prefetch(code + codes_ahead, 0, 2);
         const Lanes::Codes packed = Lanes::load(code);
 #pragma GCC unroll 8
         for (int step = 0; step < Lanes::kSteps; ++step, input += tokens) {
@@ -41,7 +48,7 @@ void multiply(const uint8_t* codes, const uint8_t* scales, const Lanes::Input* p
             part[step % kChains][t] = Lanes::add_product(part[step % kChains][t], weights, input[t]);
         }
       }
-      __builtin_prefetch(scale + kScalesAhead);
+      __builtin_prefetch(scale + scales_ahead);
       const Lanes::Scale factor = Lanes::scale<kind>(scale);
 #pragma GCC unroll 16
       for (int t = 0; t < tokens; ++t) {
@@ -50,6 +57,9 @@ void multiply(const uint8_t* codes, const uint8_t* scales, const Lanes::Input* p
       }
     }
 #pragma GCC unroll 16
-    for (int t = 0; t < tokens; ++t) Lanes::store(out + t * kRows + lane, sum[t]);
+    for (int t = 0; t < tokens; ++t) {
+      const Lanes::Sum scaled = Lanes::add_scaled(Lanes::floats(bias + lane), sum[t], Lanes::floats(factors + lane));
+      Lanes::store(out + t * kRows + lane, scaled);
+    }
   }
 }
