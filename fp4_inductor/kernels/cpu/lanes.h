@@ -61,6 +61,7 @@ struct FloatInputs {
 // What both ways of AVX-512 to multiply have in common.
 struct Avx512Lanes {
   static constexpr int kCount = 16;
+  static constexpr int kVectors = 1;     // of rows, multiplied at once
   static constexpr int kMaxTokens = 14;  // whose sums, twice, fit the registers
   using Sum = __m512;
   using Scale = __m512;
@@ -138,7 +139,13 @@ struct Lanes : Avx512Lanes, FloatInputs {
 
 struct Lanes : FloatInputs {
   static constexpr int kCount = 8;
+#if defined(__clang__)  // which keeps no two vectors of weights and their sums in registers
+  static constexpr int kVectors = 1;
   static constexpr int kMaxTokens = 7;
+#else
+  static constexpr int kVectors = 2;  // share what is loaded of a token
+  static constexpr int kMaxTokens = 6;
+#endif
   using Sum = __m256;
   using Scale = __m256;
   using Codes = __m256i;
@@ -192,6 +199,7 @@ struct Lanes : FloatInputs {
 // Any processor, by the vectors that GCC and Clang make of four lanes.
 struct Lanes : FloatInputs {
   static constexpr int kCount = 4;
+  static constexpr int kVectors = 1;
   static constexpr int kMaxTokens = 7;
   typedef float Sum __attribute__((vector_size(16)));
   typedef uint32_t Codes __attribute__((vector_size(16)));

@@ -17,49 +17,62 @@ struct Rows {
 
 // Weights are decoded in registers and never stored; the sum over a block is multiplied by the block's scale.
 //
-// ahead: rows to fetch meanwhile; panel: [columns / 8][steps][tokens]; factors, bias: [16], by which rows are multiplied
-// and to which they are added; out: [tokens][16].
+// ahead: rows to fetch meanwhile; panel: [columns / 8][steps][tokens]; factors, bias: [16], of rows; out: [tokens][16].
 template <ScaleKind kind, int tokens>
 void multiply(const Rows& rows, const Rows& ahead, const Lanes::Input* panel, int64_t columns, const float* factors,
               const float* bias, float* out) {
+  constexpr int kVectors = Lanes::kVectors, kLanes = Lanes::kCount * kVectors;
   // Products wait for the one before them in their chain: few tokens take several chains.
   constexpr int kChains = tokens == 1 ? 4 : tokens * 7 <= Lanes::kMaxTokens * 4 ? 2 : 1;
   const int64_t codes_ahead = ahead.codes - rows.codes, scales_ahead = ahead.scales - rows.scales;
-  for (int lane = 0; lane < kRows; lane += Lanes::kCount) {
+  for (int lane = 0; lane < kRows; lane += kLanes) {
     const uint8_t* code = rows.codes + lane * (kChunkBytes / kRows);
     const uint8_t* scale = rows.scales + lane;
     const Lanes::Input* input = panel;
-    Lanes::Sum sum[tokens];
-    for (auto& s : sum) s = Lanes::zero();
+    Lanes::Sum sum[tokens][kVectors];
+    for (auto& of_token : sum)
+      for (auto& s : of_token) s = Lanes::zero();
 #pragma GCC unroll 1
     for (int64_t column = 0; column < columns; column += block_columns(kind), scale += kRows) {
-      Lanes::Sum part[kChains][tokens];
+      Lanes::Sum part[kChains][tokens][kVectors];
       for (auto& chain : part)
-        for (auto& s : chain) s = Lanes::zero();
+        for (auto& of_token : chain)
+          for (auto& s : of_token) s = Lanes::zero();
       for (int chunk = 0; chunk < block_columns(kind) / kColumns; ++chunk, code += kChunkBytes) {
         __builtin_prefetch(code + kNear);
         __builtin_prefetch(code + codes_ahead, 0, 2);
-        const Lanes::Codes packed = Lanes::load(code);
+        Lanes::Codes packed[kVectors];
+        for (int v = 0; v < kVectors; ++v) packed[v] = Lanes::load(code + v * Lanes::kCount * (kChunkBytes / kRows));
 #pragma GCC unroll 8
         for (int step = 0; step < Lanes::kSteps; ++step, input += tokens) {
-          const Lanes::Weights weights = Lanes::weights(packed, step);
+          Lanes::Weights weights[kVectors];
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectors; ++v) weights[v] = Lanes::weights(packed[v], step);
 #pragma GCC unroll 16
           for (int t = 0; t < tokens; ++t)
-            part[step % kChains][t] = Lanes::add_product(part[step % kChains][t], weights, input[t]);
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; ++v)
+              part[step % kChains][t][v] = Lanes::add_product(part[step % kChains][t][v], weights[v], input[t]);
         }
       }
       __builtin_prefetch(scale + scales_ahead);
-      const Lanes::Scale factor = Lanes::scale<kind>(scale);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const Lanes::Scale factor = Lanes::scale<kind>(scale + v * Lanes::kCount);
 #pragma GCC unroll 16
-      for (int t = 0; t < tokens; ++t) {
-        for (int chain = 1; chain < kChains; ++chain) part[0][t] = Lanes::add(part[0][t], part[chain][t]);
-        sum[t] = Lanes::add_scaled(sum[t], part[0][t], factor);
+        for (int t = 0; t < tokens; ++t) {
+          for (int chain = 1; chain < kChains; ++chain) part[0][t][v] = Lanes::add(part[0][t][v], part[chain][t][v]);
+          sum[t][v] = Lanes::add_scaled(sum[t][v], part[0][t][v], factor);
+        }
       }
     }
 #pragma GCC unroll 16
-    for (int t = 0; t < tokens; ++t) {
-      const Lanes::Sum scaled = Lanes::add_scaled(Lanes::floats(bias + lane), sum[t], Lanes::floats(factors + lane));
-      Lanes::store(out + t * kRows + lane, scaled);
-    }
+    for (int t = 0; t < tokens; ++t)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const int at = lane + v * Lanes::kCount;
+        const Lanes::Sum scaled = Lanes::add_scaled(Lanes::floats(bias + at), sum[t][v], Lanes::floats(factors + at));
+        Lanes::store(out + t * kRows + at, scaled);
+      }
   }
 }
