@@ -59,6 +59,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     pytest.skip("needs a CUDA device")
 
 
+@pytest.fixture
+def kernels_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton compiles here for other devices serves the other tests and workers of this run, and no other run."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "kernels"))
+
+
 @pytest.fixture(autouse=True)
 def _isolated() -> Iterator[None]:
     """Seed torch, and forget what Dynamo compiled; neither is imported for tests that do without.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,9 +30,7 @@ def plain_configs(arch: int) -> list[W4A16Config]:
     return [config for config in configs(arch) if not config.hopper]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("kernels_of_this_run")
 
 
 def compile_for(arch: int, kernel: Any, constants: dict[str, object], dtype: str, **options: int) -> CompiledKernel:

@@ -70,11 +70,9 @@ def listing(compilation: Compilation, directory: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "fmt"), [("gpt_oss", MXFP4), ("gpt_oss", NVFP4), *((name, NVFP4) for name in SPECS if name != "gpt_oss")]
 )
-def test_products_run_beside_the_decoding(
-    name: str, fmt: BlockFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("kernels_of_this_run")
+def test_products_run_beside_the_decoding(name: str, fmt: BlockFormat, tmp_path: Path) -> None:
     """ptxas would wait for each product at once, and say so, if it could not prove that registers stay as they are."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     new = launches(replace(SPECS[name], weight_format=fmt), 90, (8, 12, 40, 80))
     found = [compilation for compilations in new.values() for compilation in filter(is_hopper, compilations)]
     assert {compilation.constants["BLOCK_M"] for compilation in found} == {8, 16, 32}
@@ -87,11 +85,9 @@ def test_products_run_beside_the_decoding(
 
 
 @pytest.mark.parametrize("name", ["not_gated", "softcap"])
-def test_wide_tiles_leave_registers_for_every_activation(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("kernels_of_this_run")
+def test_wide_tiles_leave_registers_for_every_activation(name: str, tmp_path: Path) -> None:
     """Two programs of 4 warps run on a multiprocessor, or one of 8."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     spec = replace(SPECS[name], weight_format=NVFP4, hidden_size=4096)
     found = {}
     for compilation in (c for new in launches(spec, 90, (200, 800, 2400)).values() for c in new if is_hopper(c)):
@@ -102,8 +98,8 @@ def test_wide_tiles_leave_registers_for_every_activation(
     assert found == dict.fromkeys([(64, 4), (128, 4), (128, 8)], "gate_up_hopper_kernel")
 
 
-def test_weights_come_by_ldmatrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.mark.usefixtures("kernels_of_this_run")
+def test_weights_come_by_ldmatrix() -> None:
     down = next(c for c in launches(GPT_OSS, 90, [12])[12] if c.name == "down_hopper_kernel")
     loop = down.build().asm["ptx"].split("wgmma.wait_group")[0]
     assert "ldmatrix.sync.aligned.m8n8.x4" in loop

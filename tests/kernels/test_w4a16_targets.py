@@ -58,9 +58,7 @@ SHAPES = {"gpt_oss": GPT_OSS, "ragged": RAGGED, "qwen3": QWEN3, "mixtral": MIXTR
 POWERS = [2**i for i in range(15)]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("kernels_of_this_run")
 
 
 def is_gemm(compilation: Compilation) -> bool:
