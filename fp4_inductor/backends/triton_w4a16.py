@@ -61,7 +61,8 @@ def _moe(call: ExpertsCall) -> torch.Tensor:
 
 def _moe_routed(call: RouterCall, experts: Callable[[torch.Tensor, torch.Tensor], ExpertsCall]) -> torch.Tensor:
     from ..kernels.w4a16 import choose, run_experts
-    from ..kernels.w4a16_routing import Router, chooses_by_logits, empty_routing, route_from_logits, run_one_token
+    from ..kernels.w4a16_routed import chooses_by_logits, run_one_token
+    from ..kernels.w4a16_routing import Router, empty_routing, route_from_logits
 
     router = Router(call.spec, call.top_k, call.weights_dtype, call.bias, call.scale, call.expert_scale)
     ids, weights = empty_routing(call.logits, router)

@@ -1,5 +1,4 @@
-"""From the router's logits to expert ids, weights and, for few pairs, their order by expert: one launch. For one token
-of a small layer on to the output: two."""
+"""From the router's logits to expert ids, weights and, for few pairs, their order by expert: one launch."""
 
 from __future__ import annotations
 
@@ -8,25 +7,11 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
-from ..spec import RUNTIME, RouterSpec, Scoring
+from ..spec import RUNTIME, RouterSpec
 from .launch import launch
-from .w4a16 import (
-    INTERPRETED,
-    Experts,
-    Routes,
-    activation_constants,
-    decode_constants,
-    empty_h,
-    empty_routes,
-    knobs,
-    pdl_options,
-    place,
-    weight_args,
-)
+from .w4a16 import INTERPRETED, Routes, empty_routes, pdl_options, place
 from .w4a16_config import DecodeConfig, W4A16Config
-from .w4a16_one_token import down_one_token_kernel, gate_up_one_token_kernel
 from .w4a16_topk import topk_kernel
 
 _ALONE = 1024
@@ -38,7 +23,6 @@ _COUNTED_PAIRS = 16384
 _CHUNK = 128
 _TILE = 8192
 """Scores that one program may hold."""
-_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,106 +86,6 @@ def route_from_logits(
         with torch.cuda.device_of(logits):
             place(ids, counts, routes, num_chunks, num_experts, config.pdl, **sort, num_warps=4)
     return routes
-
-
-def chooses_by_logits(router: Router) -> bool:
-    """Whether the highest logits are chosen, as the kernels for one token do, and weighed by nothing else."""
-    spec, extra = router.spec, (router.bias, router.scale, router.expert_scale)
-    in_their_order = spec.topk_before_scoring or spec.scoring is Scoring.SOFTMAX
-    return in_their_order and spec.num_groups == 1 and all(tensor is None for tensor in extra)
-
-
-def run_one_token(
-    hidden: torch.Tensor,
-    logits: torch.Tensor,
-    router: Router,
-    experts: Experts,
-    config: DecodeConfig,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """The block for one token.
-
-    Args:
-        hidden: [1, H] bfloat16 or float16; logits: [1, E].
-        router: ``chooses_by_logits``.
-        config: has ``one_token``.
-
-    Returns:
-        [1, H] in ``out_dtype``.
-    """
-    hidden, logits = hidden.contiguous(), logits.contiguous()
-    h = empty_h(hidden, experts, router.top_k)
-    out = torch.empty_like(hidden, dtype=out_dtype)
-    choice = {
-        "NUM_EXPERTS": logits.shape[1],
-        "TOP_K": router.top_k,
-        "SIZE": triton.next_power_of_2(logits.shape[1]),
-    }
-    with torch.cuda.device_of(hidden):
-        _gate_up_one_token(hidden, logits, experts, config, h, choice)
-        _down_one_token(h, logits, router, experts, config, out, choice)
-    return out
-
-
-def _gate_up_one_token(
-    hidden: torch.Tensor,
-    logits: torch.Tensor,
-    experts: Experts,
-    config: DecodeConfig,
-    h: torch.Tensor,
-    choice: dict[str, int],
-) -> None:
-    """Write h [k, I]."""
-    w13, gemm, hidden_size = experts.w13, config.gate_up, hidden.shape[1]
-    launch(gate_up_one_token_kernel, (h.shape[0] * (w13.rows.shape[1] // gemm.block_n),))(
-        hidden,
-        *weight_args(w13),
-        logits,
-        h,
-        hidden_size,
-        h.shape[1],
-        *knobs(experts.activation),
-        PARTS=gemm.split,
-        HAS_BIAS=w13.bias is not None,
-        **choice,
-        **activation_constants(experts.activation),
-        **decode_constants(experts.e4m3, hidden_size, gemm, config.pdl),
-        num_warps=gemm.split,
-    )
-
-
-def _down_one_token(
-    h: torch.Tensor,
-    logits: torch.Tensor,
-    router: Router,
-    experts: Experts,
-    config: DecodeConfig,
-    out: torch.Tensor,
-    choice: dict[str, int],
-) -> None:
-    """Write out [1, H]."""
-    w2, spec, gemm = experts.w2, router.spec, config.one_token
-    hidden_size, intermediate_size = out.shape[1], h.shape[1]
-    assert gemm is not None
-    launch(down_one_token_kernel, (triton.cdiv(hidden_size, gemm.block_n),))(
-        h,
-        *weight_args(w2),
-        logits,
-        out,
-        hidden_size,
-        intermediate_size,
-        spec.renormalize_min,
-        spec.renormalize_eps,
-        spec.scaling_factor,
-        SCORING=str(spec.scoring),
-        LATE=spec.topk_before_scoring,
-        RENORMALIZE=spec.renormalize,
-        WEIGHTS_DTYPE=_TRITON_DTYPES[router.weights_dtype],
-        HAS_BIAS=w2.bias is not None,
-        **choice,
-        **decode_constants(experts.e4m3, intermediate_size, gemm, config.pdl),
-        num_warps=router.top_k,
-    )
 
 
 def write_topk(

@@ -29,7 +29,7 @@ from fp4_inductor.spec import RUNTIME, MoESpec, Operand, RouterSpec, Scoring
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from fp4_inductor.kernels import w4a16, w4a16_routing
+from fp4_inductor.kernels import w4a16, w4a16_routed, w4a16_routing
 
 compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
@@ -73,7 +73,7 @@ def run(case: MoECase, monkeypatch: pytest.MonkeyPatch, cut: DecodeGemm = CUTS[0
     plan = get_backend("triton_w4a16").plan(case.spec, DeviceInfo.parse("sm_90"))
     ready = prepare(plan, case.operands)
     torch.full((1 << 20,), float("nan"))  # memory that is handed out next
-    with mock.patch.object(w4a16_routing, "run_one_token", wraps=w4a16_routing.run_one_token) as ran:
+    with mock.patch.object(w4a16_routed, "run_one_token", wraps=w4a16_routed.run_one_token) as ran:
         out = run_plan(plan, case.operands, ready)
     return out, ran.called
 
@@ -157,9 +157,9 @@ def test_routers_that_choose_otherwise_do_not_take_them(router: RouterSpec, monk
 )
 def test_what_changes_choice_or_weights_is_seen(changes: dict[str, Any], extra: str) -> None:
     plain = w4a16_routing.Router(SOFTMAX, 4, torch.float32)
-    assert w4a16_routing.chooses_by_logits(plain)
+    assert w4a16_routed.chooses_by_logits(plain)
     router = replace(plain, spec=replace(SOFTMAX, **changes), **{extra: torch.ones(1)})
-    assert not w4a16_routing.chooses_by_logits(router)
+    assert not w4a16_routed.chooses_by_logits(router)
 
 
 def test_which_layers_take_them() -> None:
@@ -224,7 +224,7 @@ def test_on_a_gpu(
         return run_plan(plan, operands, ready)
 
     poison_allocator()
-    with mock.patch.object(w4a16_routing, "run_one_token", wraps=w4a16_routing.run_one_token) as ran:
+    with mock.patch.object(w4a16_routed, "run_one_token", wraps=w4a16_routed.run_one_token) as ran:
         first = block()
     assert ran.called
     assert_close_per_token(first, case.reference(), case.spec.act_dtype)
