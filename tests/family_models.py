@@ -68,6 +68,7 @@ _COMMON: dict[str, Any] = {
     "linear_value_head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "hc_sinkhorn_iters": 2,  # each is written out in the graph
 }
 """What a config class has no field for is left out."""
 
@@ -90,7 +91,8 @@ FAMILIES: dict[str, Family] = {
     "aria": Family("AriaTextForCausalLM"),
     "axk1": Family("AXK1ForCausalLM", _ALL_HEADS),
     "axk2": Family("AXK2ForCausalLM", _ALL_HEADS),
-    "bailing_hybrid": Family("BailingHybridForCausalLM"),
+    # Its linear attention, whose graph is six times as long, is kimi_linear's.
+    "bailing_hybrid": Family("BailingHybridForCausalLM", {**_ALL_HEADS, "layer_types": ["full_attention"]}),
     "beam": Family("BeamForCausalLM"),
     "cohere2_moe": Family("Cohere2MoeForCausalLM"),
     "deepseek_ocr2": Family("DeepseekOcr2TextModel"),
