@@ -86,7 +86,13 @@ def run_experts(
     scratch = hidden.new_empty(scratch_bytes, dtype=torch.uint8)
     limit = inf if activation.limit is None else activation.limit
     call = _CALL.pack(
-        *(0 if tensor is None else tensor.data_ptr() for tensor in (*w13, *w2, hidden, ids, weights, out, scratch)),
+        *_pointers(w13),
+        *_pointers(w2),
+        hidden.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        out.data_ptr(),
+        scratch.data_ptr(),
         num_tokens,
         max_tokens,
         top_k,
@@ -107,3 +113,13 @@ def run_experts(
     )
     kernel(call)
     return out if out.dtype == out_dtype else out.to(out_dtype)
+
+
+def _pointers(weight: Weight) -> tuple[int, int, int, int]:
+    codes, scale, factors, bias = weight
+    return (
+        codes.data_ptr(),
+        scale.data_ptr(),
+        0 if factors is None else factors.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+    )
