@@ -112,6 +112,19 @@ class MoEStack(nn.Module):
         return hidden
 
 
+class Block(nn.Module):
+    """The first MoE layer of a model alone: compiles a fifth of its kernels, and shows errors that a residual hides."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.layer = moe_layers(model)[0]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden ``[B, S, H]``; returns the same shape."""
+        out: torch.Tensor | tuple[torch.Tensor, ...] = self.layer(hidden)
+        return out[0] if isinstance(out, tuple) else out
+
+
 def hidden_states(tokens: int = 16, batch: int = 1, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     """Random hidden states ``[batch, tokens, H]``."""
     generator = torch.Generator().manual_seed(seed)

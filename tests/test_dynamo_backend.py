@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import MoEStack, hidden_states, moe_layers, pack_experts, tiny_model, token_ids
+from models import Block, MoEStack, hidden_states, pack_experts, tiny_model, token_ids
 
 import fp4_inductor
 from fp4_inductor import InvalidOptionError, UnknownNameError
@@ -38,18 +38,6 @@ def assert_same_logits(got: torch.Tensor, want: torch.Tensor, tolerance: float =
     """Models in bfloat16 amplify rounding, so blocks are held to float64 elsewhere; this catches wrong wiring."""
     error = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)  # a padding token's may all be zero
     assert float(error.median()) < tolerance
-
-
-class Block(torch.nn.Module):
-    """The first MoE layer of a model alone, for what does not depend on a whole model: a fifth of its kernels."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = moe_layers(model)[0]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = self.layer(hidden)
-        return out[0] if isinstance(out, tuple) else out
 
 
 def assert_same_block(got: Any, want: Any, tokens: int = 16) -> None:

@@ -1,4 +1,4 @@
-"""Whole models compiled for a GPU that is not here: FlashInfer's weights fold, and its stand-ins are called right."""
+"""Blocks compiled for a GPU that is not here: FlashInfer's weights fold, and its stand-ins are called right."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from flashinfer_stand_in import CUTLASS, FP4_QUANTIZE, TRTLLM_FROM_LOGITS, stand_in
-from models import pack_experts, randomize_biases, tiny_model, token_ids
+from models import Block, hidden_states, pack_experts, randomize_biases, tiny_model
 from moe_cases import make_case
 from test_flashinfer_checks import device
 from test_lowering_pass import captured_stack, random_inputs
@@ -36,27 +36,26 @@ from fp4_inductor.verify import tolerances
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_compiled_it_is_the_model(
+def test_compiled_it_is_the_block(
     family: str, fmt: str, arch: str, options: Options, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = stand_in(monkeypatch)
     model = tiny_model(family, layers=1)
     randomize_biases(model)
-    pack_experts(model, fmt)
-    ids = token_ids()
+    block, hidden = Block(pack_experts(model, fmt)), hidden_states()
     reports: list[LoweringReport] = []
     backend = partial(compile_with, options=options, device=device(arch), on_report=reports.append)
     with torch.no_grad():
-        wanted = model(ids).logits.double()
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-        found = [compiled(ids).logits.double() for _ in range(2)]
+        wanted = block(hidden).double()
+        compiled = torch.compile(block, backend=backend, fullgraph=True)
+        found = [compiled(hidden).double() for _ in range(2)]
     assert calls == 2 * expected
     (site,) = (site for report in reports for site in report.sites)
     assert site.selection.chosen == options.backend
     assert all(weight.prepared for weight in site.weights)
     assert torch.equal(*found)
     error = (found[0] - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    assert float(error.median()) < (0.1 if options.activation_format is None else 0.3)
+    assert float(error.median()) < (0.03 if options.activation_format is None else 0.3)
 
 
 @pytest.mark.parametrize("limits", [None, (2.4e-2, 6e-2)], ids=["their own", "of bfloat16"])

@@ -1,4 +1,4 @@
-"""Whole models compiled for a GPU that is not here: weights fold, and scales reach the kernels under their strides."""
+"""Blocks compiled for a GPU that is not here: weights fold, and scales reach the kernels under their strides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from flashinfer_cute_stand_in import given_to_b12x, stand_in
 from flashinfer_stand_in import FP4_QUANTIZE, MXFP8_QUANTIZE
-from models import pack_experts, tiny_model, token_ids
+from models import Block, hidden_states, pack_experts, tiny_model
 from test_flashinfer_cute import B12X, CUTEDSL, device
 
 from fp4_inductor import LoweringReport, Options
@@ -28,20 +28,18 @@ from fp4_inductor.dynamo_backend import compile_with
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_compiled_it_is_the_model(
+def test_compiled_it_is_the_block(
     fmt: str, arch: str, options: Options, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = stand_in(monkeypatch)
     torch.manual_seed(0)
-    model = tiny_model("qwen3_moe", layers=1)
-    pack_experts(model, fmt)
-    ids = token_ids()
+    block, hidden = Block(pack_experts(tiny_model("qwen3_moe", layers=1), fmt)), hidden_states()
     reports: list[LoweringReport] = []
     backend = partial(compile_with, options=options, device=device(arch), on_report=reports.append)
     with torch.no_grad():
-        wanted = model(ids).logits.double()
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-        found = [compiled(ids).logits.double() for _ in range(2)]
+        wanted = block(hidden).double()
+        compiled = torch.compile(block, backend=backend, fullgraph=True)
+        found = [compiled(hidden).double() for _ in range(2)]
     assert calls == 2 * expected
     (site,) = (site for report in reports for site in report.sites)
     assert site.selection.chosen == options.backend
@@ -51,4 +49,4 @@ def test_compiled_it_is_the_model(
         assert all(a() is b() is not None for a, b in zip(first, second, strict=True)), "they would be packed anew"
     assert len(given_to_b12x) == (2 if arch == "sm_120" else 0)
     error = (found[0] - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    assert float(error.median()) < (0.1 if options.activation_format is None else 0.3)
+    assert float(error.median()) < (0.03 if options.activation_format is None else 0.3)
