@@ -21,21 +21,20 @@ def planned_layer(spec: MoESpec, plan: KernelPlan, weights: Mapping[Operand, tor
     what does not change are looked up once, as in a compiled graph.
     """
     op, prepared, top_k = resolve_op(plan.op), prepare(plan, weights), spec.top_k
-    fixed = [
-        prepared[arg.name] if isinstance(arg, Prepared) else weights.get(arg) if isinstance(arg, Operand) else arg
+    bound = [
+        prepared[arg.name] if isinstance(arg, Prepared) else weights.get(arg, arg) if isinstance(arg, Operand) else arg
         for arg in plan.args
     ]
-    at = {arg: index for index, arg in enumerate(plan.args) if isinstance(arg, Operand)}
-    hidden_at, logits_at = at[Operand.HIDDEN], at.get(Operand.ROUTER_LOGITS)
-    ids_at, weights_at = at.get(Operand.TOPK_IDS), at.get(Operand.TOPK_WEIGHTS)
+    free = [(index, arg) for index, arg in enumerate(bound) if isinstance(arg, Operand)]
+    routed = Operand.ROUTER_LOGITS not in plan.operands
 
     def layer(hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        args = list(fixed)
-        args[hidden_at] = hidden
-        if logits_at is not None:
-            args[logits_at] = logits
-        if ids_at is not None and weights_at is not None:
-            args[ids_at], args[weights_at] = route(logits, top_k)
+        given = {Operand.HIDDEN: hidden, Operand.ROUTER_LOGITS: logits}
+        if routed:
+            given[Operand.TOPK_IDS], given[Operand.TOPK_WEIGHTS] = route(logits, top_k)
+        args = list(bound)
+        for index, operand in free:
+            args[index] = given[operand]
         return op(*args)  # type: ignore[no-any-return]
 
     return layer
