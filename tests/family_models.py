@@ -91,8 +91,7 @@ FAMILIES: dict[str, Family] = {
     "aria": Family("AriaTextForCausalLM"),
     "axk1": Family("AXK1ForCausalLM", _ALL_HEADS),
     "axk2": Family("AXK2ForCausalLM", _ALL_HEADS),
-    # Its linear attention, whose graph is six times as long, is kimi_linear's.
-    "bailing_hybrid": Family("BailingHybridForCausalLM", {**_ALL_HEADS, "layer_types": ["full_attention"]}),
+    "bailing_hybrid": Family("BailingHybridForCausalLM"),
     "beam": Family("BeamForCausalLM"),
     "cohere2_moe": Family("Cohere2MoeForCausalLM"),
     "deepseek_ocr2": Family("DeepseekOcr2TextModel"),
