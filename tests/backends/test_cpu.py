@@ -111,6 +111,16 @@ def test_inputs_that_are_not_contiguous() -> None:
     assert torch.equal(run(case), expected)
 
 
+def test_hidden_states_between_two_words() -> None:
+    """They are read in pairs where they stand, if they stand so."""
+    case = make_case(MXFP4, num_tokens=1)
+    hidden, expected = case.operands[Operand.HIDDEN], run(case)
+    place = hidden.new_empty(hidden.numel() + 1)[1:].view(hidden.shape)
+    assert place.data_ptr() % 4 == 2
+    case.operands[Operand.HIDDEN] = place.copy_(hidden)
+    assert torch.equal(run(case), expected)
+
+
 def test_ids_outside_the_experts_contribute_nothing(isa: str) -> None:
     case = make_case(MXFP4, num_tokens=40, outside_ids=True)
     check(case)
