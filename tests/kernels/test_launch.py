@@ -50,7 +50,7 @@ def test_a_call_finds_its_kernels_compiled(spec: MoESpec, arch: int, fmt: BlockF
     args = arguments(plan, spec, tokens)
     with recorded(device) as new:
         BACKEND.compile_call(plan.op, tuple(map(on_meta, args)))
-        assert len({compilation.name for compilation in new}) >= 3
+        assert len({compilation.name for compilation in new}) >= 2
         new.clear()
         resolve_op(plan.op)(*args)
         assert not new, [compilation.name for compilation in new]
