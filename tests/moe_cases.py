@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from fp4_inductor.patterns.router_formulas import router_reference
 
 from fp4_inductor.formats import BlockFormat
 from fp4_inductor.reference import moe_reference
-from fp4_inductor.spec import ACTIVATION_KNOBS, RUNTIME, ActivationSpec, GateUpOrder, GlobalGrain, MoESpec, Operand
+from fp4_inductor.spec import (
+    ACTIVATION_KNOBS,
+    RUNTIME,
+    ActivationSpec,
+    GateUpOrder,
+    GlobalGrain,
+    MoESpec,
+    Operand,
+    RouterSpec,
+)
 
 SWIGLU = ActivationSpec("silu")
 CLAMPED_SWIGLU = ActivationSpec("silu", alpha=1.702, beta=1.0, limit=2.0)
@@ -128,6 +138,17 @@ def with_experts_named_again(case: MoECase) -> MoECase:
     ids = case.operands[Operand.TOPK_IDS].clone()
     ids[1:4, 2], ids[4] = ids[1:4, 0], 3
     return MoECase(case.spec, {**case.operands, Operand.TOPK_IDS: ids})
+
+
+def with_router(case: MoECase, router: RouterSpec, logits: torch.Tensor) -> MoECase:
+    """``case`` with ``router`` without a bias, and with the experts that it chooses by ``logits`` [T, E]."""
+    ids, weights = router_reference(router, logits.double().cpu(), case.spec.top_k, None, 1.0)
+    chosen = {
+        Operand.ROUTER_LOGITS: logits,
+        Operand.TOPK_IDS: ids.to(logits.device),
+        Operand.TOPK_WEIGHTS: weights.to(logits.device, case.spec.weights_dtype),
+    }
+    return MoECase(replace(case.spec, router=router), {**case.operands, **chosen})
 
 
 def with_odd_block_scales(case: MoECase) -> MoECase:

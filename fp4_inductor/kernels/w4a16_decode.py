@@ -165,6 +165,58 @@ def _rounds(own):
     return tl.max(tl.sum(own.to(tl.int32), axis=1), axis=0)
 
 
+@triton.jit
+def gate_up_rows(
+    hidden,
+    token,
+    words,
+    scales,
+    row_scale,
+    bias,
+    expert,
+    row,
+    H,
+    N,
+    knobs,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    E4M3: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    BOUND: tl.constexpr,
+    KIND: tl.constexpr,
+    LAUNCH: tl.constexpr,  # the next kernel may start once the product is there
+    INTERPRETED: tl.constexpr,
+):
+    """Columns of h, in the activation dtype, from BLOCK_N rows of w13 of one expert times ``token`` [tokens], and
+    which columns they are: [n, tokens] and [n]."""
+    n = row + tl.arange(0, BLOCK_N)
+    offset = expert * N
+    factor = tl.load(row_scale + offset + n)
+    shift = tl.load(bias + offset + n).to(tl.float32) if HAS_BIAS else tl.zeros_like(factor)
+    words_size, scales_size = expert_words(N, H, E4M3)
+    total = product(
+        hidden + token * H,
+        words + expert * words_size,
+        scales + expert * scales_size,
+        row,
+        H,
+        BLOCK_N,
+        PARTS,
+        GROUPS,
+        WHOLE,
+        E4M3,
+        INTERPRETED,
+    )
+    if LAUNCH:
+        gdc_launch_dependents()
+    out = activation(total * factor[:, None] + shift[:, None], knobs, GATED, BOUND, KIND)
+    i = row // (2 if GATED else 1) + tl.arange(0, out.shape[0])
+    return cast(out, hidden.dtype.element_ty, INTERPRETED), i
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def gate_up_decode_kernel(
     hidden,  # [T, H]
@@ -203,7 +255,6 @@ def gate_up_decode_kernel(
     blocks = N // BLOCK_N
     row = tl.program_id(0) % blocks * BLOCK_N
     pair = tl.program_id(0) // blocks
-    DTYPE: tl.constexpr = hidden.dtype.element_ty
     if PDL:
         gdc_wait()
         if not LATE:
@@ -211,31 +262,12 @@ def gate_up_decode_kernel(
     expert, own, first = _expert_of_pair(topk_ids, pair, num_tokens, num_experts, top_k, TOKENS, SLOTS)
     if not first:
         return
-    n = row + tl.arange(0, BLOCK_N)
-    offset = expert * N
-    factor = tl.load(row_scale + offset + n)
-    shift = tl.load(bias + offset + n).to(tl.float32) if HAS_BIAS else tl.zeros_like(factor)
     t = tl.arange(0, TOKENS)
-    words_size, scales_size = expert_words(N, H, E4M3)
-    total = product(
-        hidden + tl.minimum(t, num_tokens - 1) * H,
-        words + expert * words_size,
-        scales + expert * scales_size,
-        row,
-        H,
-        BLOCK_N,
-        PARTS,
-        GROUPS,
-        WHOLE,
-        E4M3,
-        INTERPRETED,
-    )
-    if PDL and LATE:
-        gdc_launch_dependents()
-    total = total * factor[:, None] + shift[:, None]
-    out = activation(total, (alpha, beta, limit, up_limit), GATED, BOUND, KIND)
-    i = row // (2 if GATED else 1) + tl.arange(0, out.shape[0])
-    out = cast(out, DTYPE, INTERPRETED)
+    out, i = gate_up_rows(
+        hidden, tl.minimum(t, num_tokens - 1), words, scales, row_scale, bias, expert, row, H, N,
+        (alpha, beta, limit, up_limit),
+        BLOCK_N, PARTS, GROUPS, WHOLE, E4M3, HAS_BIAS, GATED, BOUND, KIND, PDL and LATE, INTERPRETED,
+    )  # fmt: skip
     slot = tl.full((TOKENS,), -1, dtype=tl.int32)
     for _ in range(_rounds(own)):
         slot = _next_slot(own, slot)

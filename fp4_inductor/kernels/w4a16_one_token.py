@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .w4a16_decode import expert_words, product, products
-from .w4a16_tile import ROWS, activation, cast
+from .w4a16_decode import expert_words, gate_up_rows, products
+from .w4a16_tile import ROWS, cast
 from .w4a16_topk import choose_experts, weigh_experts
 
 
@@ -77,35 +77,17 @@ def gate_up_one_token_kernel(
     blocks = N // BLOCK_N
     row = tl.program_id(0) % blocks * BLOCK_N
     slot = tl.program_id(0) // blocks
-    DTYPE: tl.constexpr = hidden.dtype.element_ty
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     _, ids, _ = _choose(logits, slot + 1, PARTS, NUM_EXPERTS, SIZE, TOP_K)
     own = tl.where(tl.arange(0, TOP_K)[None, :] == slot, ids, 0)
     expert = tl.max(tl.max(own, axis=1), axis=0).to(tl.int64)
-    n = row + tl.arange(0, BLOCK_N)
-    offset = expert * N
-    factor = tl.load(row_scale + offset + n)
-    shift = tl.load(bias + offset + n).to(tl.float32) if HAS_BIAS else tl.zeros_like(factor)
-    words_size, scales_size = expert_words(N, H, E4M3)
-    total = product(
-        hidden + tl.arange(0, 1),
-        words + expert * words_size,
-        scales + expert * scales_size,
-        row,
-        H,
-        BLOCK_N,
-        PARTS,
-        GROUPS,
-        WHOLE,
-        E4M3,
-        INTERPRETED,
-    )
-    total = total * factor[:, None] + shift[:, None]
-    out = activation(total, (alpha, beta, limit, up_limit), GATED, BOUND, KIND)
-    i = row // (2 if GATED else 1) + tl.arange(0, out.shape[0])
-    tl.store(h + slot * I + i[:, None], cast(out, DTYPE, INTERPRETED))
+    out, i = gate_up_rows(
+        hidden, tl.arange(0, 1), words, scales, row_scale, bias, expert, row, H, N, (alpha, beta, limit, up_limit),
+        BLOCK_N, PARTS, GROUPS, WHOLE, E4M3, HAS_BIAS, GATED, BOUND, KIND, False, INTERPRETED,
+    )  # fmt: skip
+    tl.store(h + slot * I + i[:, None], out)
 
 
 @triton.jit

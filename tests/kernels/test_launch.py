@@ -50,7 +50,8 @@ def test_a_call_finds_its_kernels_compiled(spec: MoESpec, arch: int, fmt: BlockF
     args = arguments(plan, spec, tokens)
     with recorded(device) as new:
         BACKEND.compile_call(plan.op, tuple(map(on_meta, args)))
-        assert len({compilation.name for compilation in new}) >= 2
+        one_token = spec.router is not None and (arch, tokens) == (90, 1)
+        assert len({compilation.name for compilation in new}) >= (2 if one_token else 3)
         new.clear()
         resolve_op(plan.op)(*args)
         assert not new, [compilation.name for compilation in new]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from cuda_graphs import CapturedCall
-from fp4_inductor.patterns.router_formulas import router_reference
-from moe_cases import CLAMPED_SWIGLU, MoECase, make_case, poison_allocator
+from moe_cases import CLAMPED_SWIGLU, MoECase, make_case, poison_allocator, with_router
 from tolerances import assert_close_per_token
 
 from fp4_inductor.backends import get_backend
@@ -114,10 +112,7 @@ def test_replays_follow_their_inputs(num_tokens: int, fmt: BlockFormat) -> None:
 def test_experts_chosen_in_the_launch_before(num_tokens: int) -> None:
     """The GEMMs may start while that still runs."""
     case = make_case(MXFP4, num_tokens=num_tokens, **LAYER)
-    spec = replace(case.spec, router=GPT_OSS)
-    logits = torch.randn(num_tokens, spec.num_experts, device="cuda") * 2
-    ids, weights = router_reference(GPT_OSS, logits.double().cpu(), spec.top_k, None, 1.0)
-    routed = {Operand.ROUTER_LOGITS: logits, Operand.TOPK_IDS: ids, Operand.TOPK_WEIGHTS: weights.float()}
-    block = Block(MoECase(spec, {**case.operands, **routed}))
+    logits = torch.randn(num_tokens, case.spec.num_experts, device="cuda") * 2
+    block = Block(with_router(case, GPT_OSS, logits))
     block.check()
     block.check_replays(Operand.HIDDEN, Operand.ROUTER_LOGITS)

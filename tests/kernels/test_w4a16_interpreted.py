@@ -6,13 +6,10 @@ The interpreter is chosen when Triton's decorators run, so these tests run in a 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from fp4_inductor.patterns.router_formulas import router_reference
 from interpreter import interpreted, run_in_interpreter, starts_the_interpreter
-from moe_cases import EXPERTS_CASES, MoECase, make_case
+from moe_cases import EXPERTS_CASES, MoECase, make_case, with_router
 from tolerances import assert_close_per_token
 
 from fp4_inductor.backends import get_backend
@@ -110,9 +107,7 @@ def test_few_tokens_routed_from_logits(num_tokens: int, monkeypatch: pytest.Monk
     router = RouterSpec(Scoring.SOFTMAX, topk_before_scoring=True)
     case = make_case(MXFP4, **{**FEW["gpt_oss"], "num_tokens": num_tokens})
     logits = torch.randn(num_tokens, case.spec.num_experts) * 2
-    ids, weights = router_reference(router, logits.double(), case.spec.top_k, None, 1.0)
-    routed = {Operand.ROUTER_LOGITS: logits, Operand.TOPK_IDS: ids, Operand.TOPK_WEIGHTS: weights.float()}
-    check(MoECase(replace(case.spec, router=router), {**case.operands, **routed}))
+    check(with_router(case, router, logits))
 
 
 @interpreted

@@ -17,7 +17,7 @@ import torch
 from cuda_graphs import CapturedCall
 from fp4_inductor.patterns.router_formulas import router_reference
 from interpreter import INTERPRETED, interpreted, run_in_interpreter, starts_the_interpreter
-from moe_cases import CLAMPED_SWIGLU, EXPERTS_CASES, MoECase, make_case, poison_allocator
+from moe_cases import CLAMPED_SWIGLU, EXPERTS_CASES, MoECase, make_case, poison_allocator, with_router
 from tolerances import assert_close_per_token
 
 from fp4_inductor.backends import get_backend
@@ -55,18 +55,6 @@ def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
 
-def routed(case: MoECase, router: RouterSpec, logits: torch.Tensor) -> MoECase:
-    """``case`` with the experts that ``logits`` choose."""
-    device = logits.device
-    ids, weights = router_reference(router, logits.double().cpu(), case.spec.top_k, None, 1.0)
-    chosen = {
-        Operand.ROUTER_LOGITS: logits,
-        Operand.TOPK_IDS: ids.to(device),
-        Operand.TOPK_WEIGHTS: weights.to(device, case.spec.weights_dtype),
-    }
-    return MoECase(replace(case.spec, router=router), {**case.operands, **chosen})
-
-
 def run(case: MoECase, monkeypatch: pytest.MonkeyPatch, cut: DecodeGemm = CUTS[0]) -> tuple[torch.Tensor, bool]:
     """The block, with one token's kernels wherever they may, and whether they ran."""
     monkeypatch.setattr(w4a16, "choose_decode", lambda *args: DecodeConfig(CUT, CUT, one_token=cut))
@@ -90,28 +78,28 @@ def check(case: MoECase, monkeypatch: pytest.MonkeyPatch, cut: DecodeGemm = CUTS
 @pytest.mark.parametrize(("name", "cut"), [*((name, CUTS[0]) for name in ROUTERS), ("late", CUTS[1])])
 def test_matches_the_reference(name: str, cut: DecodeGemm, fmt: BlockFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(fmt, **{**EXPERTS_CASES["gpt_oss"], **SMALL})
-    check(routed(case, ROUTERS[name], torch.randn(1, 7) * 2), monkeypatch, cut)
+    check(with_router(case, ROUTERS[name], torch.randn(1, 7) * 2), monkeypatch, cut)
 
 
 @interpreted
 @pytest.mark.parametrize("name", ["float16", "low_weights", "float32_out", "up_first", "softcap", "not_gated"])
 def test_every_type_and_activation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(NVFP4, **{**EXPERTS_CASES[name], **SMALL})
-    check(routed(case, ROUTERS["renormalized"], torch.randn(1, 7) * 2), monkeypatch)
+    check(with_router(case, ROUTERS["renormalized"], torch.randn(1, 7) * 2), monkeypatch)
 
 
 @interpreted
 @pytest.mark.parametrize(("num_experts", "top_k"), [(4, 4), (130, 8), (9, 8)])
 def test_numbers_of_experts(num_experts: int, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(MXFP4, **{**SMALL, "num_experts": num_experts, "top_k": top_k, "hidden_size": 64})
-    check(routed(case, LATE, torch.randn(1, num_experts)), monkeypatch)
+    check(with_router(case, LATE, torch.randn(1, num_experts)), monkeypatch)
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_of_equal_logits_the_first_are_chosen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.tensor([[1.0, 3.0, -0.0, 0.0, 1.0, 0.0, 1.0]]).to(dtype)
-    case = routed(make_case(MXFP4, **SMALL), LATE, logits)
+    case = with_router(make_case(MXFP4, **SMALL), LATE, logits)
     case.operands[Operand.TOPK_IDS] = torch.tensor([[1, 0, 4, 6]])
     check(case, monkeypatch)
 
@@ -119,7 +107,7 @@ def test_of_equal_logits_the_first_are_chosen(dtype: torch.dtype, monkeypatch: p
 @interpreted
 def test_of_a_token_with_nan_four_experts_are_chosen_and_the_result_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.full((1, 7), float("nan"))
-    out, ran = run(routed(make_case(MXFP4, **SMALL), LATE, logits), monkeypatch)
+    out, ran = run(with_router(make_case(MXFP4, **SMALL), LATE, logits), monkeypatch)
     assert ran
     assert out.isnan().all()
 
@@ -179,14 +167,12 @@ def test_which_layers_take_them() -> None:
 
 
 @compiled
+@pytest.mark.usefixtures("kernels_of_this_run")
 @formats
 @pytest.mark.parametrize(("name", "scoring"), [("qwen3", SOFTMAX), ("qwen2", LATE)])
-def test_compiles_for_sm_90(
-    name: str, scoring: RouterSpec, fmt: BlockFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiles_for_sm_90(name: str, scoring: RouterSpec, fmt: BlockFormat, tmp_path: Path) -> None:
     from launches import launches, resources
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     sizes = {"qwen3": (128, 8, 2048, 768), "qwen2": (60, 4, 2048, 1408)}[name]
     spec = MoESpec(*sizes, fmt, EXPERTS_CASES["gpt_oss"]["activation"], router=scoring)
     new = launches(spec, 90, [1])[1]
@@ -215,7 +201,7 @@ def test_on_a_gpu(
     monkeypatch.setattr(w4a16, "choose_decode", lambda *args: DecodeConfig(CUT, CUT, pdl=True, one_token=CUTS[0]))
     sizes = {"num_tokens": 1, "num_experts": 32, "top_k": top_k, "hidden_size": hidden, "intermediate_size": inner}
     case = make_case(fmt, **sizes, activation=CLAMPED_SWIGLU, bias=True, amplitude=2.0, device="cuda")
-    case = routed(case, ROUTERS[name], torch.randn(1, 32, device="cuda") * 2)
+    case = with_router(case, ROUTERS[name], torch.randn(1, 32, device="cuda") * 2)
     plan = get_backend("triton_w4a16").plan(case.spec, DeviceInfo.current(torch.device("cuda")))
     operands = {operand: case.operands[operand] for operand in plan.operands}
     ready = prepare(plan, operands)
