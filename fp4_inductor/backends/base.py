@@ -16,7 +16,7 @@ import torch
 
 from ..device import DeviceInfo
 from ..formats import BlockFormat
-from ..plan import KernelPlan, PlanArg, Prepared
+from ..plan import KernelPlan, PlanArg, Prepared, resolve_op
 from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import RUNTIME, ActivationSpec, GateUpOrder, MoESpec, Operand, RouterSpec, Runtime, Scoring
 
@@ -151,6 +151,22 @@ def define_experts_op(name: str, kernel: Callable[[ExpertsCall], torch.Tensor]) 
 
     def implementation(*args: object) -> torch.Tensor:
         return kernel(_decode(*args))  # type: ignore[arg-type]
+
+    return _define(name, _ROUTING_SCHEMA, implementation)
+
+
+def define_native_op(name: str, install: Callable[[], None]) -> str:
+    """As ``define_experts_op``, for an op of which ``install`` registers with torch's dispatcher what it does on a CPU.
+
+    Only the first call goes through Python, to install that.
+    """
+    qualified = f"fp4_inductor::{name}"
+
+    def implementation(hidden: torch.Tensor, *args: object) -> torch.Tensor:
+        if hidden.device.type != "cpu":
+            raise NotImplementedError(f"{qualified} needs tensors on a CPU, got them on {hidden.device}")
+        install()
+        return resolve_op(qualified)(hidden, *args)  # type: ignore[no-any-return]
 
     return _define(name, _ROUTING_SCHEMA, implementation)
 

@@ -13,7 +13,7 @@ import torch
 from ..device import DeviceInfo
 from ..formats import MXFP4, NVFP4, BlockFormat
 from ..kernels.cpu_build import NO_COMPILER, BuildError
-from ..kernels.cpu_moe import Weight, run_experts
+from ..kernels.cpu_moe import install_kernel
 from ..layouts.gate_up import RowOrder, reorder_gate_up, row_order
 from ..layouts.lane_scales import absorb_scale_signs
 from ..layouts.row_blocks import (
@@ -27,7 +27,7 @@ from ..layouts.row_blocks import (
 from ..plan import KernelPlan, Prepared
 from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import GateUpOrder, MoESpec, Operand
-from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args, range_reasons
+from .base import define_native_op, experts_args, range_reasons
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCKS = {fmt.scale_encoding: fmt.block_size for fmt in (MXFP4, NVFP4)}
@@ -35,19 +35,9 @@ _BLOCKS = {fmt.scale_encoding: fmt.block_size for fmt in (MXFP4, NVFP4)}
 _GATE_UP = RowOrder(ROWS)
 
 
-def _moe(call: ExpertsCall) -> torch.Tensor:
-    w13, w2 = _weight(call.w13), _weight(call.w2)
-    ids, weights = call.topk_ids, call.topk_weights
-    return run_experts(call.hidden, ids, weights, w13, w2, call.activation, call.weight_format, call.out_dtype)
-
-
-def _weight(given: ExpertWeights) -> Weight:
-    return Weight(given.codes, given.scale, given.global_scale, given.bias)
-
-
 class CpuBackend:
     name = "cpu"
-    op = define_experts_op("moe_cpu", _moe)
+    op = define_native_op("moe_cpu", install_kernel)
 
     def check(self, spec: MoESpec, device: DeviceInfo) -> Verdict:
         reasons = [*range_reasons(spec)]

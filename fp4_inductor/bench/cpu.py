@@ -8,7 +8,7 @@ import torch
 
 from ..backends import get_backend
 from ..device import DeviceInfo
-from ..kernels.cpu_build import load_library, processor_isas
+from ..kernels.cpu_build import Library, load_libraries, processor_isas
 from ..plan import prepare
 from ..random_layer import random_weights, route
 from ..spec import MoESpec, Operand
@@ -25,7 +25,7 @@ def read_layer(spec: MoESpec) -> Layer | None:
     tensors = [prepared[name] for name in names]
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     words = (ctypes.c_int64 * len(tensors))(*(tensor.nbytes // spec.num_experts // 8 for tensor in tensors))
-    read = load_library(processor_isas()[0], "read").fp4_read
+    read = load_libraries(Library("read", processor_isas()[0]))[0].fp4_read
     read.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_int32]
     read.restype = ctypes.c_uint64
 

@@ -13,6 +13,9 @@ from ..spec import MoESpec, Operand
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From hidden [T, H] and logits [T, E] to [T, H]."""
 
+_INPUTS = (Operand.HIDDEN, Operand.ROUTER_LOGITS, Operand.TOPK_IDS, Operand.TOPK_WEIGHTS)
+"""What differs from call to call."""
+
 
 def planned_layer(spec: MoESpec, plan: KernelPlan, weights: Mapping[Operand, torch.Tensor]) -> Layer:
     """The planned call on prepared weights; it keeps no canonical weight that the plan does not read as it is.
@@ -25,16 +28,14 @@ def planned_layer(spec: MoESpec, plan: KernelPlan, weights: Mapping[Operand, tor
         prepared[arg.name] if isinstance(arg, Prepared) else weights.get(arg, arg) if isinstance(arg, Operand) else arg
         for arg in plan.args
     ]
-    free = [(index, arg) for index, arg in enumerate(bound) if isinstance(arg, Operand)]
+    free = [(index, _INPUTS.index(arg)) for index, arg in enumerate(bound) if isinstance(arg, Operand)]
     routed = Operand.ROUTER_LOGITS not in plan.operands
 
     def layer(hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        given = {Operand.HIDDEN: hidden, Operand.ROUTER_LOGITS: logits}
-        if routed:
-            given[Operand.TOPK_IDS], given[Operand.TOPK_WEIGHTS] = route(logits, top_k)
+        given = (hidden, logits, *route(logits, top_k)) if routed else (hidden, logits)
         args = list(bound)
-        for index, operand in free:
-            args[index] = given[operand]
+        for index, place in free:
+            args[index] = given[place]
         return op(*args)  # type: ignore[no-any-return]
 
     return layer

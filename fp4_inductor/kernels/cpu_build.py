@@ -1,4 +1,4 @@
-"""Build the C++ kernel for this processor, once: a shared library under a name that says what it was made of.
+"""Build the C++ kernel for this processor, once: shared libraries under names that say what they were made of.
 
 A library is compiled to a temporary name and then renamed, so that processes that build at the same time, or a build
 that is cut short, leave a whole library or none.
@@ -17,8 +17,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -44,6 +46,14 @@ ISAS = {
 _SOURCES = Path(__file__).parent / "cpu"
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-shared")
 _OPENMP = "-fopenmp"
+_TORCH = Path(torch.__file__).parent
+_TORCH_FLAGS = (
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the interface of 2.11, which later versions have, too
+    f"-I{_TORCH / 'include'}",
+    f"-L{_TORCH / 'lib'}",
+    f"-Wl,-rpath,{_TORCH / 'lib'}",
+    "-ltorch_cpu",
+)
 _SECONDS = 300
 NO_COMPILER = "apt-get install g++, xcode-select --install, or name a compiler in the variable CXX"
 _NO_SUCCESS = "name another compiler in the variable CXX, or set options={'fp4moe.backend': 'cpu_aten'}"
@@ -84,9 +94,19 @@ def choose_isa(act_dtype: torch.dtype) -> str:
     return "avx512" if forced == "avx512_bf16" and act_dtype != torch.bfloat16 else forced
 
 
-@cache
-def load_library(isa: str, source: str = "moe") -> ctypes.CDLL:
-    """The library of one source for ``isa``, built if it never was.
+class Library(NamedTuple):
+    """A shared library: ``kernels/cpu/<source>.cpp``, compiled for one of ``ISAS``."""
+
+    source: str
+    isa: str
+
+    def flags(self) -> tuple[str, ...]:
+        """The compiler's, without OpenMP and without names of files."""
+        return *_FLAGS, *ISAS[self.isa], *(_TORCH_FLAGS if self.source == "op" else ())
+
+
+def load_libraries(*wanted: Library) -> list[ctypes.CDLL]:
+    """Load libraries, and build those that never were, side by side.
 
     Raises:
         BuildError: no compiler, or it fails; the message holds what it said.
@@ -95,15 +115,17 @@ def load_library(isa: str, source: str = "moe") -> ctypes.CDLL:
     if compiler is None:
         raise BuildError("building the CPU kernel", needed="a C++ compiler", got="none", now=NO_COMPILER)
     with _lock:
-        path = _cache_folder() / f"{source}_{isa}_{_key(compiler, isa)}.so"
-        if not path.exists():
-            _build(compiler, isa, source, path)
-        return ctypes.CDLL(str(path))
+        folder = _cache_folder()
+        paths = {each: folder / f"{each.source}_{each.isa}_{_key(compiler, each)}.so" for each in wanted}
+        missing = {each: path for each, path in paths.items() if not path.exists()}
+        if missing:
+            _build_all(compiler, missing)
+        return [ctypes.CDLL(str(paths[each])) for each in wanted]
 
 
-def _key(compiler: str, isa: str) -> str:
+def _key(compiler: str, library: Library) -> str:
     found = hashlib.sha256()
-    for part in (compiler, platform.machine(), *_FLAGS, *ISAS[isa]):
+    for part in (compiler, platform.machine(), torch.__version__, *library.flags()):
         found.update(part.encode() + b"\0")
     for path in sorted((*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp"))):
         found.update(path.read_bytes())
@@ -126,15 +148,22 @@ def _cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="fp4_inductor_"))
 
 
-def _build(compiler: str, isa: str, source: str, path: Path) -> None:
-    logger.info("compiling the CPU kernel for %s with %s, once", isa, compiler)
-    start = time.perf_counter()
+def _build_all(compiler: str, libraries: dict[Library, Path]) -> None:
     with (
-        tempfile.TemporaryDirectory(dir=path.parent) as folder,
-        tqdm(total=1, desc=f"compiling the FP4 kernel for {isa}", disable=None, leave=False),
+        ThreadPoolExecutor(max_workers=len(libraries)) as pool,
+        tqdm(total=len(libraries), desc="compiling the FP4 kernel", disable=None, leave=False) as bar,
     ):
+        for _ in pool.map(partial(_build, compiler), libraries, libraries.values()):
+            bar.update()
+
+
+def _build(compiler: str, library: Library, path: Path) -> None:
+    logger.info("compiling the CPU kernel's %s for %s with %s, once", library.source, library.isa, compiler)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [compiler, *_FLAGS, *ISAS[isa], str(_SOURCES / f"{source}.cpp"), "-o", str(made)]
+        source = str(_SOURCES / f"{library.source}.cpp")
+        command = [compiler, source, *library.flags(), "-o", str(made)]
         said = _run([*command, _OPENMP])
         if said and (said_serial := _run(command)):
             needed = f"{compiler} to compile it"

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from cpu_isa import forced_isa
 from moe_cases import ACTIVATIONS as SHARED_ACTIVATIONS
 from moe_cases import CLAMPED_SWIGLU, EXPERTS_CASES, MoECase, make_case
 from tolerances import assert_close_per_token
 
 from fp4_inductor.backends import get_backend
+from fp4_inductor.backends.base import call_implementation
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
 from fp4_inductor.kernels import cpu_moe
-from fp4_inductor.kernels.cpu_build import ISA_VARIABLE, ISAS, choose_isa, processor_isas
+from fp4_inductor.kernels.cpu_build import ISAS, BuildError
 from fp4_inductor.plan import prepare, resolve_op, run_plan
 from fp4_inductor.spec import ActivationSpec, GateUpOrder, Operand
 
@@ -30,19 +36,44 @@ STRANGE_FORMATS = {
     "e8m0-with-global": BlockFormat("mxfp4", 32, "e8m0", has_global_scale=True),
 }
 ACTIVATIONS = [*SHARED_ACTIVATIONS, ActivationSpec("silu", gated=False, limit=0.5, bound="softcap")]
+SLOTS_AT_ONCE = 1 << 14  # kMaxSlots in moe.cpp
 SWIGLU_ALONE = ActivationSpec("silu", gated=False)
+TESTS = Path(__file__).parents[1]
+FIRST_CALLS = """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+import torch
+from moe_cases import make_case
+from tolerances import assert_close_per_token
+from fp4_inductor.backends import get_backend
+from fp4_inductor.device import DeviceInfo
+from fp4_inductor.formats import MXFP4
+from fp4_inductor.plan import prepare, run_plan
+
+def installed():
+    return torch._C._dispatch_has_kernel_for_dispatch_key("fp4_inductor::moe_cpu", "CPU")
+
+case = make_case(MXFP4)
+plan = get_backend("cpu").plan(case.spec, DeviceInfo.parse("cpu"))
+ready, together, before = prepare(plan, case.operands), Barrier(4), installed()
+
+def call(index):
+    together.wait()
+    return run_plan(plan, case.operands, ready)
+
+with ThreadPoolExecutor(4) as pool:
+    for out in pool.map(call, range(4)):
+        assert_close_per_token(out, case.reference(), torch.bfloat16)
+print(before, installed())
+"""
 formats = pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=str)
 
 
 @pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set in turn, forced."""
-    if request.param not in processor_isas():
-        pytest.skip(f"this processor has no {request.param}")
-    monkeypatch.setenv(ISA_VARIABLE, request.param)
-    choose_isa.cache_clear()
-    yield str(request.param)
-    choose_isa.cache_clear()
+    with forced_isa(request.param):
+        yield request.param
 
 
 def run(case: MoECase) -> torch.Tensor:
@@ -134,34 +165,23 @@ def test_an_expert_chosen_twice_by_one_token_counts_twice() -> None:
 
 
 @formats
-def test_tokens_that_take_turns(fmt: BlockFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(fmt, num_tokens=50, outside_ids=True)
-    monkeypatch.setattr(cpu_moe, "_MAX_SLOTS", 14)
-    check(case)
+def test_tokens_that_take_turns(fmt: BlockFormat) -> None:
+    sizes = {"num_experts": 6, "top_k": 4, "hidden_size": 64, "intermediate_size": 32}
+    check(make_case(fmt, num_tokens=SLOTS_AT_ONCE // 4 + 9, outside_ids=True, **sizes))
 
 
 @pytest.mark.parametrize("isa", ["portable"], indirect=True)
-def test_memory_is_no_more_than_activations(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_tokens", "at_once"), [(50, 50), (SLOTS_AT_ONCE // 2 + 300, SLOTS_AT_ONCE // 2)])
+def test_memory_is_no_more_than_activations(isa: str, num_tokens: int, at_once: int) -> None:
     """Hidden states and h by slot, and float32 sums by token, of as many as are held at once."""
-    case = make_case(MXFP4, num_tokens=50)
-    plan = BACKEND.plan(case.spec, CPU)
+    case = make_case(MXFP4, num_tokens=num_tokens)
+    plan, spec = BACKEND.plan(case.spec, CPU), case.spec
     prepared = prepare(plan, case.operands)
-    made: list[int] = []
-    new_empty = torch.Tensor.new_empty
-
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = new_empty(*args, **kwargs)
-        made.append(tensor.nbytes)
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", counted)
-    for max_slots, tokens in ((1 << 14, 50), (20, 10)):
-        monkeypatch.setattr(cpu_moe, "_MAX_SLOTS", max_slots)
-        made.clear()
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         run_plan(plan, case.operands, prepared)
-        spec = case.spec
-        a_token = spec.top_k * (spec.hidden_size + spec.intermediate_size) * 4 + spec.hidden_size * 4
-        assert made == [50 * spec.hidden_size * 2, tokens * a_token]
+    made = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.nbytes() > 0]
+    a_token = spec.top_k * (spec.hidden_size + spec.intermediate_size) * 4 + spec.hidden_size * 4
+    assert made == [num_tokens * spec.hidden_size * 2, at_once * a_token]
 
 
 @formats
@@ -289,3 +309,30 @@ def test_the_op(fmt: BlockFormat) -> None:
         args,
         test_utils=["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"],
     )
+
+
+def test_tensors_on_another_device_are_refused() -> None:
+    case = make_case(MXFP4)
+    with pytest.raises(NotImplementedError, match="needs tensors on a CPU, got them on meta"):
+        call_implementation(BACKEND.plan(case.spec, CPU).op, (case.operands[Operand.HIDDEN].to("meta"),))
+
+
+def test_a_name_that_the_kernel_does_not_know_is_told() -> None:
+    case = make_case(MXFP4)
+    plan = BACKEND.plan(case.spec, CPU)
+    strange = replace(plan, args=tuple("mish" if arg == "silu" else arg for arg in plan.args))
+    with pytest.raises(RuntimeError, match="moe_cpu knows no mish"):
+        run_plan(strange, case.operands)
+
+
+def test_a_kernel_that_torch_does_not_take_is_an_error_of_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = MagicMock()
+    refusing.fp4_install.return_value = 1
+    monkeypatch.setattr(cpu_moe, "load_libraries", lambda *wanted: [refusing] * len(wanted))
+    with pytest.raises(BuildError, match="needed torch to take it"):
+        cpu_moe.install_kernel()
+
+
+def test_threads_may_make_the_first_call_together() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST_CALLS], cwd=TESTS, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr

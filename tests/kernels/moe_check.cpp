@@ -68,13 +68,14 @@ double check(int64_t tokens, int64_t hidden_size, int64_t intermediate_size, boo
   }
   for (auto& each : ids) each = static_cast<int64_t>(rng() % (experts + 1)) - 1;  // -1 is no expert
   for (auto& each : weights) each = static_cast<float>(rng() % 1000 + 1) / 1000;
-  const int64_t scratch_bytes = tokens * (top_k * (hidden_size + intermediate_size) + hidden_size) * 4;
-  const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);  // not initialised
   const Activation activation{kSilu, kClamp, gated, 1.7f, 1.f, 7.f, 7.f};
-  const Call call{w13.weight(), w2.weight(), bfloat16 ? static_cast<void*>(hidden16.data()) : hidden.data(), ids.data(),
-                  weights.data(), bfloat16 ? static_cast<void*>(out16.data()) : out.data(), scratch.get(), tokens,
-                  tokens, top_k, experts, hidden_size, intermediate_size, e4m3, bfloat16, bfloat16, 2, activation};
-  fp4_moe(&call);
+  const ScaleKind scale_kind = e4m3 ? ScaleKind::kE4m3 : ScaleKind::kE8m0;
+  Call call{w13.weight(), w2.weight(), bfloat16 ? static_cast<void*>(hidden16.data()) : hidden.data(), ids.data(),
+            weights.data(), bfloat16 ? static_cast<void*>(out16.data()) : out.data(), nullptr, tokens, top_k, experts,
+            hidden_size, intermediate_size, scale_kind, bfloat16, bfloat16, 2, activation};
+  const std::unique_ptr<uint8_t[]> scratch(new uint8_t[fp4_kernel()->scratch_bytes(call)]);  // not initialised
+  call.scratch = scratch.get();
+  fp4_kernel()->run(call);
   double worst = 0;
   std::vector<double> h(intermediate_size), x(hidden_size), expected(hidden_size);
   for (int64_t token = 0; token < tokens; ++token) {

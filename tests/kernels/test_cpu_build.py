@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,31 +19,40 @@ from fp4_inductor.device import DeviceInfo, cxx_compiler
 from fp4_inductor.errors import InvalidOptionError
 from fp4_inductor.formats import MXFP4
 from fp4_inductor.kernels import cpu_build
-from fp4_inductor.kernels.cpu_build import ISA_VARIABLE, BuildError, choose_isa, load_library, processor_isas
+from fp4_inductor.kernels.cpu_build import (
+    ISA_VARIABLE,
+    ISAS,
+    BuildError,
+    Library,
+    choose_isa,
+    load_libraries,
+    processor_isas,
+)
 from fp4_inductor.options import Options
 from fp4_inductor.reasons import ReasonCode
 from fp4_inductor.select import select
 
 CPU = DeviceInfo.parse("cpu")
-BUILD = "from fp4_inductor.kernels.cpu_build import load_library; print(load_library('portable', 'read').fp4_read)"
+READ, MOE = Library("read", "portable"), Library("moe", "portable")
+BUILD = """
+from fp4_inductor.kernels.cpu_build import Library, load_libraries
+print(load_libraries(Library('read', 'portable'))[0].fp4_read)
+"""
 
 
 @pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Libraries go to a new folder, and nothing is remembered of those that were loaded."""
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Libraries go to a new folder."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    load_library.cache_clear()
-    yield tmp_path / "fp4_inductor"
-    load_library.cache_clear()
+    return tmp_path / "fp4_inductor"
 
 
 def test_is_built_once_and_loaded_fast(empty_cache: Path) -> None:
-    load_library("portable", "read")
+    load_libraries(READ)
     (built,) = empty_cache.iterdir()
     made = built.stat().st_mtime_ns
-    load_library.cache_clear()
     start = time.perf_counter()
-    load_library("portable", "read")
+    load_libraries(READ)
     assert time.perf_counter() - start < 0.2
     assert built.stat().st_mtime_ns == made
 
@@ -62,13 +70,17 @@ def test_processes_that_build_at_once_leave_one_whole_library(empty_cache: Path)
 
 
 def test_sources_flags_compiler_and_isa_make_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    keys = {cpu_build._key("g++", isa) for isa in cpu_build.ISAS} | {cpu_build._key("clang++", "portable")}
-    assert len(keys) == len(cpu_build.ISAS) + 1
+    keys = {cpu_build._key("g++", Library("moe", isa)) for isa in ISAS}
+    keys |= {cpu_build._key("clang++", MOE), cpu_build._key("g++", Library("op", "portable"))}
+    assert len(keys) == len(ISAS) + 2
     shutil.copytree(cpu_build._SOURCES, tmp_path / "cpu")
     monkeypatch.setattr(cpu_build, "_SOURCES", tmp_path / "cpu")
-    assert cpu_build._key("g++", "portable") in keys
+    assert cpu_build._key("g++", MOE) in keys
     (tmp_path / "cpu" / "lanes.h").write_text("// other")
-    assert cpu_build._key("g++", "portable") not in keys
+    assert cpu_build._key("g++", MOE) not in keys
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert cpu_build._key("g++", MOE) not in keys
 
 
 @pytest.mark.parametrize("said", ["unknown processor", ""])
@@ -80,7 +92,7 @@ def test_a_compiler_that_fails_is_quoted(
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(BuildError, match=said or "exit status 3") as failed:
-        load_library("portable", "read")
+        load_libraries(READ)
     assert "cpu_aten" in str(failed.value)
     assert not list(empty_cache.iterdir())
 
@@ -93,7 +105,7 @@ def test_without_openmp_it_is_built_for_one_thread(
     compiler.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) echo no -lgomp >&2; exit 1;; esac\nexec {real} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert load_library("portable", "read").fp4_read
+    assert load_libraries(READ)[0].fp4_read
     assert "has no OpenMP" in caplog.text
     assert "no -lgomp" in caplog.text
 

@@ -5,19 +5,6 @@
 
 #include "lanes.h"
 
-enum Kind : int32_t { kSilu, kGelu, kGeluTanh, kRelu, kRelu2 };
-enum Bound : int32_t { kClamp, kClampActivated, kSoftcap };
-
-struct Activation {
-  int32_t kind;
-  int32_t bound;
-  int32_t gated;
-  float alpha;
-  float beta;
-  float limit;     // infinite where there is none
-  float up_limit;  // likewise
-};
-
 // To half a unit in the last place or so, in operations that compilers turn into vectors. Without a branch: a NaN
 // stays one, and what is too large or too small ends at the largest or smallest normal number.
 FP4_INLINE float exponential(float x) {
@@ -37,7 +24,7 @@ FP4_INLINE float sigmoid(float x) { return 1.f / (1.f + exponential(-x)); }
 FP4_INLINE float softcap(float x, float limit) { return std::tanh(x / limit) * limit; }
 
 // x * s(x), with another factor in the place of x.
-template <int32_t kind>
+template <Kind kind>
 FP4_INLINE float activate(float x, float factor, float alpha) {
   if constexpr (kind == kSilu) return factor * sigmoid(x * alpha);
   if constexpr (kind == kGelu) return factor * (.5f * (1.f + std::erf(x * .707106781f)));
@@ -47,7 +34,7 @@ FP4_INLINE float activate(float x, float factor, float alpha) {
 }
 
 // Sixteen rows of one token: gate becomes the result. Comparisons are such that a NaN passes.
-template <int32_t kind>
+template <Kind kind>
 void activate_rows(const Activation& act, float* gate, const float* up) {
   float cap[kRows];
   for (int i = 0; i < kRows; ++i) {
@@ -75,7 +62,7 @@ void activate_rows(const Activation& act, float* gate, const float* up) {
 
 using ActivateRows = void (*)(const Activation&, float*, const float*);
 
-inline ActivateRows choose_activation(int32_t kind) {
+inline ActivateRows choose_activation(Kind kind) {
   constexpr ActivateRows kChoices[] = {activate_rows<kSilu>, activate_rows<kGelu>, activate_rows<kGeluTanh>,
                                        activate_rows<kRelu>, activate_rows<kRelu2>};
   return kChoices[kind];

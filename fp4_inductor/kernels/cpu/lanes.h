@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "call.h"
+
 #if defined(FP4_AVX512BF16) || defined(FP4_AVX512) || defined(FP4_AVX2)
 #include <immintrin.h>
 #endif
@@ -36,11 +38,6 @@ FP4_INLINE uint16_t bfloat16_of(float value) {
   const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
   return static_cast<uint16_t>(value == value ? rounded : (bits >> 16) | 0x40);
 }
-
-// Block scales as float32 lanes. e8m0 bytes are exponents; 255, which stands for NaN, becomes an infinity, and codes
-// are zero there, so that products with it are NaN. e4m3 bytes are magnitudes without a sign, in which 255 stands for
-// NaN; their lanes are 2**8 times too small, as a float16 of the same bits, and row factors make up for it.
-enum class ScaleKind { kE8m0, kE4m3 };
 
 constexpr uint32_t kE8m0Smallest = 0x00400000;  // 2**-127, which has no exponent bits
 

@@ -1,5 +1,5 @@
 // A mixture-of-experts block on packed FP4 weights. Every byte of a routed expert comes from memory once a call, or
-// once in max_tokens tokens, and no byte of another expert does.
+// once in kMaxSlots slots, and no byte of another expert does.
 //
 // Slots, the (token, expert) pairs, are sorted by expert and cut into panels of up to Lanes::kMaxTokens slots of one
 // expert, whose activations stand step by step: [columns / 8][steps][slots]. Threads first gather the hidden states
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "activation.h"
+#include "call.h"
 #include "product.h"
 
 namespace {
@@ -22,32 +23,9 @@ namespace {
 using Input = Lanes::Input;
 constexpr bool kPairs = Lanes::kPairs;
 
+constexpr int64_t kMaxSlots = 1 << 14;     // whose activations are held at once: beyond, tokens take turns
 constexpr int64_t kAheadBytes = 16384;     // of codes that are fetched before they are multiplied, at least
 constexpr int64_t kSerialBytes = 1 << 18;  // of codes by slots, below which threads cost more than they bring
-
-}  // namespace
-
-extern "C" struct Weight {
-  const uint8_t* codes;   // [E, N / 16, K / 8, 16, 4]
-  const uint8_t* scales;  // [E, N / 16, K / block, 16]
-  const float* factors;   // [E, N] or null
-  const float* bias;      // [E, N] or null
-};
-
-extern "C" struct Call {
-  Weight w13;               // rows of gate and up in turn, sixteen each, where it is gated
-  Weight w2;
-  const void* hidden;       // [T, H]
-  const int64_t* ids;       // [T, k]; others than experts count for nothing
-  const float* weights;     // [T, k]
-  void* out;                // [T, H]
-  void* scratch;            // panels of hidden states and of h, and float32 sums [tokens, H] if out is bfloat16
-  int64_t num_tokens, max_tokens, top_k, num_experts, hidden_size, intermediate_size;
-  int32_t scale_kind, hidden_is_bfloat16, out_is_bfloat16, num_threads;
-  Activation activation;
-};
-
-namespace {
 
 using Multiply = void (*)(const Rows&, const Rows&, const Input*, int64_t, const float*, const float*, float*);
 
@@ -199,8 +177,8 @@ class Layer {
  public:
   explicit Layer(const Call& call)
       : call_(call),
-        w13_(call.w13, call.intermediate_size * (call.activation.gated ? 2 : 1), call.hidden_size, kind()),
-        w2_(call.w2, call.hidden_size, call.intermediate_size, kind()),
+        w13_(call.w13, call.intermediate_size * (call.activation.gated ? 2 : 1), call.hidden_size, call.scale_kind),
+        w2_(call.w2, call.hidden_size, call.intermediate_size, call.scale_kind),
         activate_(choose_activation(call.activation.kind)),
         blocks_(call.intermediate_size / kRows),
         done_(new std::atomic<int64_t>[call.num_experts]) {}
@@ -235,7 +213,6 @@ class Layer {
   }
 
  private:
-  ScaleKind kind() const { return static_cast<ScaleKind>(call_.scale_kind); }
   int64_t at(int64_t panel, int64_t columns) const { return routes_.panels[panel].first * inputs_of(columns); }
 
   // Bfloat16 hidden states of one slot are a panel where they stand.
@@ -363,12 +340,29 @@ class Layer {
   float* sums_ = nullptr;                         // [tokens, H]
 };
 
-}  // namespace
-
-extern "C" void fp4_moe(const Call* call) {
-  Layer layer(*call);
-  for (int64_t first = 0; first < call->num_tokens; first += call->max_tokens)
-    layer.run(first, std::min(call->max_tokens, call->num_tokens - first));
+// Tokens whose activations are held at once.
+int64_t tokens_at_once(const Call& call) {
+  return std::max(int64_t{1}, std::min(call.num_tokens, kMaxSlots / call.top_k));
 }
 
-extern "C" int64_t fp4_call_bytes() { return sizeof(Call); }
+// Panels of hidden states and of h, and float32 sums where the output has none.
+int64_t scratch_bytes(const Call& call) {
+  constexpr int64_t kInputBytes = sizeof(Input), kSumBytes = sizeof(float);
+  const int64_t inputs = call.top_k * (inputs_of(call.hidden_size) + inputs_of(call.intermediate_size));
+  const int64_t sums = call.out_is_bfloat16 ? call.hidden_size : 0;
+  return tokens_at_once(call) * (inputs * kInputBytes + sums * kSumBytes);
+}
+
+void run(const Call& call) {
+  Layer layer(call);
+  const int64_t tokens = tokens_at_once(call);
+  for (int64_t first = 0; first < call.num_tokens; first += tokens)
+    layer.run(first, std::min(tokens, call.num_tokens - first));
+}
+
+}  // namespace
+
+extern "C" const Kernel* fp4_kernel() {
+  static constexpr Kernel kKernel{scratch_bytes, run};
+  return &kKernel;
+}

@@ -1,0 +1,28 @@
+"""Instruction sets of the CPU kernel, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from fp4_inductor.kernels.cpu_build import ISA_VARIABLE, choose_isa, processor_isas
+from fp4_inductor.kernels.cpu_moe import install_kernel
+
+
+@contextmanager
+def forced_isa(isa: str) -> Iterator[None]:
+    """Calls of the op run on ``isa``."""
+    if isa not in processor_isas():
+        pytest.skip(f"this processor has no {isa}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ISA_VARIABLE, isa)
+        _install()
+        yield
+    _install()
+
+
+def _install() -> None:
+    choose_isa.cache_clear()
+    install_kernel()
