@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -45,7 +46,8 @@ ISAS = {
 
 _SOURCES = Path(__file__).parent / "cpu"
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-shared")
-_OPENMP = "-fopenmp"
+if sys.platform == "linux":  # a C++ library that a compiler links statically must not mix with the one that torch has
+    _FLAGS += ("-Wl,--exclude-libs,ALL",)
 _TORCH = Path(torch.__file__).parent
 _TORCH_FLAGS = (
     "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the interface of 2.11, which later versions have, too
@@ -100,9 +102,14 @@ class Library(NamedTuple):
     source: str
     isa: str
 
+    @property
     def flags(self) -> tuple[str, ...]:
-        """The compiler's, without OpenMP and without names of files."""
         return *_FLAGS, *ISAS[self.isa], *(_TORCH_FLAGS if self.source == "op" else ())
+
+    @property
+    def openmp(self) -> tuple[str, ...]:
+        """Further flags, without which it does the same on one thread."""
+        return () if self.source == "op" else ("-fopenmp",)
 
 
 def load_libraries(*wanted: Library) -> list[ctypes.CDLL]:
@@ -125,7 +132,7 @@ def load_libraries(*wanted: Library) -> list[ctypes.CDLL]:
 
 def _key(compiler: str, library: Library) -> str:
     found = hashlib.sha256()
-    for part in (compiler, platform.machine(), torch.__version__, *library.flags()):
+    for part in (compiler, platform.machine(), torch.__version__, *library.flags):
         found.update(part.encode() + b"\0")
     for path in sorted((*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp"))):
         found.update(path.read_bytes())
@@ -163,13 +170,15 @@ def _build(compiler: str, library: Library, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         source = str(_SOURCES / f"{library.source}.cpp")
-        command = [compiler, source, *library.flags(), "-o", str(made)]
-        said = _run([*command, _OPENMP])
-        if said and (said_serial := _run(command)):
-            needed = f"{compiler} to compile it"
-            raise BuildError("building the CPU kernel", needed=needed, got=said_serial, now=_NO_SUCCESS)
+        command = [compiler, source, *library.flags, "-o", str(made)]
+        said = _run([*command, *library.openmp])
+        if said and library.openmp:
+            of_openmp, said = said, _run(command)
+            if not said:
+                logger.warning("%s has no OpenMP, so the CPU kernel runs on one thread: %s", compiler, of_openmp)
         if said:
-            logger.warning("%s has no OpenMP, so the CPU kernel runs on one thread: %s", compiler, said)
+            needed = f"{compiler} to compile it"
+            raise BuildError("building the CPU kernel", needed=needed, got=said, now=_NO_SUCCESS)
         made.replace(path)
     logger.info("compiled %s in %.1f s", path, time.perf_counter() - start)
 

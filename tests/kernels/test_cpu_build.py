@@ -40,6 +40,13 @@ print(load_libraries(Library('read', 'portable'))[0].fp4_read)
 """
 
 
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a process of its own, which finds what tests share."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    given = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
+
+
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Libraries go to a new folder."""
@@ -156,10 +163,32 @@ print(selection.chosen, *(reason.code.name for verdict in selection.verdicts if 
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(0o755)
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    given = {**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
+    done = run_python(code, CXX=str(compiler), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert done.stdout.split() == ["cpu_aten", "PROBE_FAILED"], done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere libraries keep their names apart by themselves")
+def test_a_cxx_library_that_is_linked_statically_does_not_mix_with_that_of_torch(tmp_path: Path) -> None:
+    """Half of a stream from one and half from the other would lose the error's text, or end the process."""
+    code = """
+from dataclasses import replace
+from fp4_inductor.backends import get_backend
+from fp4_inductor.device import DeviceInfo
+from fp4_inductor.formats import MXFP4
+from fp4_inductor.plan import run_plan
+from moe_cases import make_case
+case = make_case(MXFP4)
+plan = get_backend("cpu").plan(case.spec, DeviceInfo.parse("cpu"))
+try:
+    run_plan(replace(plan, args=tuple("mish" if arg == "silu" else arg for arg in plan.args)), case.operands)
+except RuntimeError as error:
+    print(error)
+"""
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\nexec {cxx_compiler()} "$@" -static-libstdc++\n')
+    compiler.chmod(0o755)
+    done = run_python(code, CXX=str(compiler), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert done.stdout.endswith("moe_cpu knows no mish\n"), done.stderr
 
 
 def test_float_activations_take_float_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
