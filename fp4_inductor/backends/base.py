@@ -158,15 +158,17 @@ def define_experts_op(name: str, kernel: Callable[[ExpertsCall], torch.Tensor]) 
 def define_native_op(name: str, install: Callable[[], None]) -> str:
     """As ``define_experts_op``, for an op of which ``install`` registers with torch's dispatcher what it does on a CPU.
 
-    Only the first call goes through Python, to install that.
+    The first call goes through Python, to install that, and so do those while Dynamo traces, since torch's dispatcher
+    in Python keeps what it found first.
     """
     qualified = f"fp4_inductor::{name}"
+    on_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
     def implementation(hidden: torch.Tensor, *args: object) -> torch.Tensor:
         if hidden.device.type != "cpu":
             raise NotImplementedError(f"{qualified} needs tensors on a CPU, got them on {hidden.device}")
         install()
-        return resolve_op(qualified)(hidden, *args)  # type: ignore[no-any-return]
+        return resolve_op(qualified).redispatch(on_cpu, hidden, *args)  # type: ignore[no-any-return]
 
     return _define(name, _ROUTING_SCHEMA, implementation)
 

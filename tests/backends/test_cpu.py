@@ -40,11 +40,14 @@ SLOTS_AT_ONCE = 1 << 14  # kMaxSlots in moe.cpp
 SWIGLU_ALONE = ActivationSpec("silu", gated=False)
 TESTS = Path(__file__).parents[1]
 FIRST_CALLS = """
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Barrier
 import torch
 from moe_cases import make_case
 from tolerances import assert_close_per_token
+from torch._dispatch.python import enable_python_dispatcher
 from fp4_inductor.backends import get_backend
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import MXFP4
@@ -59,7 +62,9 @@ ready, together, before = prepare(plan, case.operands), Barrier(4), installed()
 
 def call(index):
     together.wait()
-    return run_plan(plan, case.operands, ready)
+    with enable_python_dispatcher() if "tracing" in sys.argv else nullcontext():
+        run_plan(plan, case.operands, ready)
+        return run_plan(plan, case.operands, ready)
 
 with ThreadPoolExecutor(4) as pool:
     for out in pool.map(call, range(4)):
@@ -333,6 +338,8 @@ def test_a_kernel_that_torch_does_not_take_is_an_error_of_its_build(monkeypatch:
         cpu_moe.install_kernel()
 
 
-def test_threads_may_make_the_first_call_together() -> None:
-    done = subprocess.run([sys.executable, "-c", FIRST_CALLS], cwd=TESTS, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("how", ["running", "tracing"])
+def test_threads_may_make_the_first_call_together(how: str) -> None:
+    command = [sys.executable, "-c", FIRST_CALLS, how]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr
