@@ -45,9 +45,10 @@ ISAS = {
 """Instruction sets that the kernel knows, best first, and the flags that choose them."""
 
 _SOURCES = Path(__file__).parent / "cpu"
-_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-shared")
-if sys.platform == "linux":  # a C++ library that a compiler links statically must not mix with the one that torch has
-    _FLAGS += ("-Wl,--exclude-libs,ALL",)
+# A C++ library that the compiler links statically must not mix with the one that torch has.
+_APART = ("-Wl,--exclude-libs,ALL",) if sys.platform == "linux" else ()
+_OPTIMIZED = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+_FLAGS = (*_OPTIMIZED, "-fPIC", "-shared", *_APART)
 _TORCH = Path(torch.__file__).parent
 _TORCH_FLAGS = (
     "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the interface of 2.11, which later versions have, too
