@@ -62,8 +62,8 @@ Tensor moe(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tens
            MaybeTensor w13_bias, Tensor w2, Tensor w2_scale, MaybeTensor w2_global, MaybeTensor w2_bias,
            MaybeTensor alpha_input, MaybeTensor beta_input, MaybeTensor limit_input, MaybeTensor up_limit_input,
            std::string activation, bool gated, double alpha, double beta, std::optional<double> limit,
-           std::optional<double> up_limit, std::string bound, std::string, std::string, int64_t,
-           std::string scale_encoding, std::string, ScalarType out_dtype) {
+           std::optional<double> up_limit, std::string bound, std::string /*w13_order*/, std::string /*weight_format*/,
+           int64_t /*block_size*/, std::string scale_encoding, std::string /*table*/, ScalarType out_dtype) {
   const bool in_bfloat16 = hidden.scalar_type() == ScalarType::BFloat16;
   const bool out_bfloat16 = out_dtype == ScalarType::BFloat16;
   const Tensor given = contiguous_as(hidden, in_bfloat16 ? ScalarType::BFloat16 : ScalarType::Float);
@@ -107,14 +107,14 @@ Tensor moe(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tens
 
 }  // namespace
 
-// Lets calls of the op on a CPU come here, and run these kernels from now on. Nothing but 0 is success.
+// Lets calls of the op on a CPU come here, and run these kernels from now on. 0 is success.
 extern "C" int32_t fp4_install(const Kernel* for_bfloat16, const Kernel* for_float) {
   static std::once_flag once;
   static AOTITorchError error = AOTI_TORCH_SUCCESS;
   bfloat16_kernel = for_bfloat16;
   float_kernel = for_float;
   std::call_once(once, [] {
-    TorchLibraryHandle library;
+    TorchLibraryHandle library;  // never deleted, for that would take back what it registered
     error = aoti_torch_library_init_impl("fp4_inductor", "CPU", __FILE__, __LINE__, &library);
     if (error == AOTI_TORCH_SUCCESS) error = torch_library_impl(library, "moe_cpu", TORCH_BOX(&moe), TORCH_ABI_VERSION);
   });
