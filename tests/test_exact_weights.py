@@ -17,8 +17,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 import fp4_inductor.select as select_module
 from fp4_inductor import DeviceInfo, LoweringReport, NoBackendError, Options, explain
 from fp4_inductor.backends import get_backend
-from fp4_inductor.backends.base import define_experts_op, experts_args
 from fp4_inductor.backends.flashinfer_b12x import FlashinferB12xBackend
+from fp4_inductor.backends.ops import define_experts_op, experts_args
 from fp4_inductor.backends.reference import _moe as reference_moe
 from fp4_inductor.dynamo_backend import compile_with
 from fp4_inductor.layouts.exactness import InexactWeightsError, require_exact

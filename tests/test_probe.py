@@ -16,8 +16,8 @@ import fp4_inductor.probe as probe_module
 import fp4_inductor.select as select_module
 from fp4_inductor import DeviceInfo, LoweringReport, NoBackendError, Options, explain
 from fp4_inductor.backends import get_backend
-from fp4_inductor.backends.base import ExpertsCall, define_experts_op, experts_args
 from fp4_inductor.backends.flashinfer_common import PROBE_ERRORS
+from fp4_inductor.backends.ops import ExpertsCall, define_experts_op, experts_args
 from fp4_inductor.backends.reference import _moe as reference_moe
 from fp4_inductor.dynamo_backend import compile_with, fp4moe
 from fp4_inductor.formats import MXFP4, NVFP4

@@ -27,7 +27,7 @@ from ..layouts.row_blocks import (
 from ..plan import KernelPlan, Prepared
 from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import GateUpOrder, MoESpec, Operand
-from .base import define_native_op, experts_args, range_reasons
+from .ops import define_native_op, experts_args, range_reasons
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCKS = {fmt.scale_encoding: fmt.block_size for fmt in (MXFP4, NVFP4)}

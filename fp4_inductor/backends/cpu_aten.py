@@ -17,7 +17,7 @@ from ..plan import KernelPlan, PlanArg, Prepared
 from ..reasons import Reason, ReasonCode, Verdict
 from ..reference import activate
 from ..spec import GateUpOrder, MoESpec, Operand
-from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args, range_reasons
+from .ops import ExpertsCall, ExpertWeights, define_experts_op, experts_args, range_reasons
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

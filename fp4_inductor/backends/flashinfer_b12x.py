@@ -26,7 +26,6 @@ from ..plan import KernelPlan, PlanArg, Prepared
 from ..quant.nvfp4 import nvfp4_global_scale
 from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import ActivationSpec, MoESpec, Operand
-from .base import ExpertsCall, define_experts_op, experts_args
 from .flashinfer_common import (
     PROBE_ERRORS,
     Mode,
@@ -50,6 +49,7 @@ from .flashinfer_cute_common import (
     weight,
 )
 from .flashinfer_weights import PRODUCT_FACTOR, Placing, ones
+from .ops import ExpertsCall, define_experts_op, experts_args
 
 _SM_120_121 = frozenset({120, 121})
 _FUNCTIONS = frozenset({"Swiglu", "GegluTanh", "Relu2"})

@@ -22,7 +22,7 @@ from ..layouts.kernel_rows import KernelRows
 from ..layouts.padding import round_up
 from ..reasons import Reason, ReasonCode
 from ..spec import ActivationSpec, GlobalGrain, MoESpec, RouterSpec
-from .base import ExpertsCall, range_reasons
+from .ops import ExpertsCall, range_reasons
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from ..layouts.scale_128x4 import to_scale_tiles
 from ..plan import Prepared
 from ..reasons import Reason, ReasonCode
 from ..spec import ActivationSpec, MoESpec, Operand
-from .base import ExpertsCall
 from .flashinfer_common import ANOTHER, Mode, present_routes
 from .flashinfer_weights import Placing
+from .ops import ExpertsCall
 
 NO_LIMIT = torch.finfo(torch.float32).max
 MAX_ELEMENTS = 1 << 30

@@ -26,7 +26,6 @@ from ..plan import KernelPlan, PlanArg, Prepared
 from ..quant.nvfp4 import nvfp4_global_scale
 from ..reasons import Reason, Verdict
 from ..spec import MoESpec, Operand
-from .base import ExpertsCall, define_experts_op, experts_args
 from .flashinfer_common import (
     PROBE_ERRORS,
     Mode,
@@ -53,6 +52,7 @@ from .flashinfer_cute_common import (
 )
 from .flashinfer_masked import MODE, masked_plan, masked_reasons
 from .flashinfer_weights import PRODUCT_FACTOR, Placing, ones
+from .ops import ExpertsCall, define_experts_op, experts_args
 
 _SM_100_103 = frozenset({100, 103})
 _FUNCTIONS = frozenset({"Swiglu", "GegluTanh", "Relu2"})

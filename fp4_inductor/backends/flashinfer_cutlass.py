@@ -25,7 +25,6 @@ from ..plan import KernelPlan, PlanArg, Prepared
 from ..quant.nvfp4 import nvfp4_global_scale
 from ..reasons import Verdict
 from ..spec import MoESpec, Operand
-from .base import ExpertsCall, define_experts_op, experts_args
 from .flashinfer_common import (
     PROBE_ERRORS,
     Mode,
@@ -42,6 +41,7 @@ from .flashinfer_common import (
     unless_empty,
 )
 from .flashinfer_weights import PRODUCT_FACTOR, Placing, ones
+from .ops import ExpertsCall, define_experts_op, experts_args
 
 _FUNCTIONS = frozenset({"Swiglu", "SwigluStep", "Geglu", "GegluTanh", "Relu2", "Relu", "Silu", "Gelu"})
 _BLACKWELL = frozenset({100, 103, 120, 121})

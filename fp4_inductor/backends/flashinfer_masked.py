@@ -21,10 +21,10 @@ from ..quant.nvfp4 import nvfp4_global_scale
 from ..reasons import Reason, ReasonCode
 from ..reference import activate
 from ..spec import GateUpOrder, MoESpec, Operand
-from .base import ExpertsCall, ExpertWeights, define_experts_op, experts_args
 from .flashinfer_common import Mode, common_reasons, padded_hidden, padding_text, routes_table, unless_empty
 from .flashinfer_cute_common import cute_reasons, joined, routes, weight
 from .flashinfer_weights import PRODUCT_FACTOR, Placing
+from .ops import ExpertsCall, ExpertWeights, define_experts_op, experts_args
 
 MODE = Mode(NVFP4, "nvfp4", frozenset({100, 103}), frozenset(), KernelRows(UP_GATE, 256, 128, 128))
 MAX_ELEMENTS = 1 << 28

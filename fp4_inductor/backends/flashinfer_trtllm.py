@@ -24,7 +24,6 @@ from ..plan import KernelPlan, PlanArg, Prepared
 from ..quant.nvfp4 import nvfp4_global_scale
 from ..reasons import Verdict
 from ..spec import MoESpec, Operand
-from .base import ExpertsCall, RouterCall, define_experts_op, define_routed_op, experts_args, routed_args
 from .flashinfer_common import (
     PROBE_ERRORS,
     Mode,
@@ -43,6 +42,7 @@ from .flashinfer_common import (
 )
 from .flashinfer_trtllm_routing import routes_inside, routing_args
 from .flashinfer_weights import PRODUCT_FACTOR, Placing, nonzero
+from .ops import ExpertsCall, RouterCall, define_experts_op, define_routed_op, experts_args, routed_args
 
 _SM_100_103 = frozenset({100, 103})
 MODES = (

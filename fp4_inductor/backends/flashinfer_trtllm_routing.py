@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..spec import MoESpec, RouterSpec, Scoring
-from .base import RouterCall
+from .ops import RouterCall
 
 _FLOOR = 1e-20
 _WARP = 32

@@ -9,7 +9,7 @@ from ..plan import KernelPlan
 from ..reasons import Verdict
 from ..reference import moe_reference
 from ..spec import MoESpec, Operand
-from .base import ExpertsCall, define_experts_op, experts_args, range_reasons
+from .ops import ExpertsCall, define_experts_op, experts_args, range_reasons
 
 
 def _moe(call: ExpertsCall) -> torch.Tensor:

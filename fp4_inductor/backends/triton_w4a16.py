@@ -25,7 +25,7 @@ from ..layouts.lane_words import ROWS, to_lane_words
 from ..plan import KernelPlan, Prepared
 from ..reasons import Reason, ReasonCode, Verdict
 from ..spec import GateUpOrder, MoESpec, Operand, RouterSpec, Scoring
-from .base import (
+from .ops import (
     ExpertsCall,
     ExpertWeights,
     RouterCall,

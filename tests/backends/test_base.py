@@ -10,7 +10,7 @@ import torch
 from moe_cases import SWIGLU, make_case
 
 from fp4_inductor.backends import BACKENDS, get_backend, list_backends
-from fp4_inductor.backends.base import experts_args
+from fp4_inductor.backends.ops import experts_args
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.errors import UnknownNameError
 from fp4_inductor.formats import MXFP4, NVFP4

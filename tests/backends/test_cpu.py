@@ -19,7 +19,7 @@ from moe_cases import CLAMPED_SWIGLU, EXPERTS_CASES, MoECase, make_case
 from tolerances import assert_close_per_token
 
 from fp4_inductor.backends import get_backend
-from fp4_inductor.backends.base import call_implementation
+from fp4_inductor.backends.ops import call_implementation
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
 from fp4_inductor.kernels import cpu_moe

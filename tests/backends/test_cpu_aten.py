@@ -11,8 +11,8 @@ from moe_cases import ACTIVATIONS, CLAMPED_SWIGLU, MoECase, make_case
 from tolerances import assert_close_per_token
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp4_inductor.backends import base, get_backend
 from fp4_inductor.backends import cpu_aten as backend
+from fp4_inductor.backends import get_backend, ops
 from fp4_inductor.device import DeviceInfo
 from fp4_inductor.formats import MXFP4, NVFP4, BlockFormat
 from fp4_inductor.kernels import cpu_aten
@@ -126,7 +126,7 @@ def test_no_expert_is_ever_held_dequantised() -> None:
         for arg in get_backend("cpu_aten").plan(case.spec, CPU).args
     ]
     with LargestNewTensor(case.operands.values()) as largest:
-        out = backend._moe(base._decode(*args))  # the kernel itself: a mode sees an op as one piece
+        out = backend._moe(ops._decode(*args))  # the kernel itself: a mode sees an op as one piece
     assert_close_per_token(out, case.reference(), torch.bfloat16)
     one_expert = case.spec.w13_rows * case.spec.hidden_size * 2
     chunk = cpu_aten.CHUNK_WEIGHTS * 4

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from ...backends.base import ExpertWeights
+from ...backends.ops import ExpertWeights
 from ...device import DeviceInfo
 from ...random_layer import random_bias, random_codes, random_scales
 from ...spec import MoESpec
