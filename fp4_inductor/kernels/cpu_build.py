@@ -79,11 +79,8 @@ def processor_isas() -> tuple[str, ...]:
     return tuple(name for name in ISAS if has[name])
 
 
-@cache
 def choose_isa(act_dtype: torch.dtype) -> str:
     """The best for activations of ``act_dtype``: pairs of bfloat16 are multiplied only where they are bfloat16.
-
-    The environment is read once: where a layer has just gone through every cache, each look at it would take 16 us.
 
     Raises:
         InvalidOptionError: the environment names one that does not exist, or that this processor has not.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fp4_inductor.kernels.cpu_build import ISA_VARIABLE, choose_isa, processor_isas
+from fp4_inductor.kernels.cpu_build import ISA_VARIABLE, processor_isas
 from fp4_inductor.kernels.cpu_moe import install_kernel
 
 
@@ -18,11 +18,6 @@ def forced_isa(isa: str) -> Iterator[None]:
         pytest.skip(f"this processor has no {isa}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ISA_VARIABLE, isa)
-        _install()
+        install_kernel()
         yield
-    _install()
-
-
-def _install() -> None:
-    choose_isa.cache_clear()
     install_kernel()

@@ -192,15 +192,12 @@ except RuntimeError as error:
 
 
 def test_float_activations_take_float_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_isa.cache_clear()
     best = processor_isas()[0]
     assert choose_isa(torch.bfloat16) == best
     assert choose_isa(torch.float32) != "avx512_bf16"
     monkeypatch.setenv(ISA_VARIABLE, "portable")
-    choose_isa.cache_clear()
     assert choose_isa(torch.bfloat16) == "portable"
     monkeypatch.setenv(ISA_VARIABLE, "sse9")
-    choose_isa.cache_clear()
     with pytest.raises(InvalidOptionError, match="sse9"):
         choose_isa(torch.bfloat16)
 
