@@ -121,7 +121,8 @@ def define_native_op(name: str, install: Callable[[], None]) -> str:
 
     def implementation(hidden: torch.Tensor, *args: object) -> torch.Tensor:
         if hidden.device.type != "cpu":
-            raise NotImplementedError(f"{qualified} needs tensors on a CPU, got them on {hidden.device}")
+            got = f"{qualified} needs tensors on a CPU, got them on {hidden.device}"
+            raise NotImplementedError(f"{got}: compile the model again where it is now")
         install()
         return resolve_op(qualified).redispatch(on_cpu, hidden, *args)  # type: ignore[no-any-return]
 
@@ -255,7 +256,7 @@ def routed_args(spec: MoESpec, args: tuple[PlanArg, ...]) -> tuple[PlanArg, ...]
     )
 
 
-# The same in every call of a layer, and made anew they would be a tenth of what a call costs on the host.
+# The same in every call of a layer, and not made anew in each.
 _activation, _format, _order = lru_cache(256)(ActivationSpec), lru_cache(256)(BlockFormat), lru_cache(GateUpOrder)
 
 

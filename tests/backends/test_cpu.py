@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -16,6 +13,7 @@ import torch
 from cpu_isa import forced_isa
 from moe_cases import ACTIVATIONS as SHARED_ACTIVATIONS
 from moe_cases import CLAMPED_SWIGLU, EXPERTS_CASES, MoECase, make_case
+from processes import run_python
 from tolerances import assert_close_per_token
 
 from fp4_inductor.backends import get_backend
@@ -38,7 +36,6 @@ STRANGE_FORMATS = {
 ACTIVATIONS = [*SHARED_ACTIVATIONS, ActivationSpec("silu", gated=False, limit=0.5, bound="softcap")]
 SLOTS_AT_ONCE = 1 << 14  # kMaxSlots in moe.cpp
 SWIGLU_ALONE = ActivationSpec("silu", gated=False)
-TESTS = Path(__file__).parents[1]
 FIRST_CALLS = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -340,6 +337,5 @@ def test_a_kernel_that_torch_does_not_take_is_an_error_of_its_build(monkeypatch:
 
 @pytest.mark.parametrize("how", ["running", "tracing"])
 def test_threads_may_make_the_first_call_together(how: str) -> None:
-    command = [sys.executable, "-c", FIRST_CALLS, how]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+    done = run_python("-c", FIRST_CALLS, how)
     assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from moe_cases import make_case
+from processes import compiler_script, run_python
 
 from fp4_inductor.backends import get_backend
 from fp4_inductor.device import DeviceInfo, cxx_compiler
@@ -38,13 +38,6 @@ BUILD = """
 from fp4_inductor.kernels.cpu_build import Library, load_libraries
 print(load_libraries(Library('read', 'portable'))[0].fp4_read)
 """
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in a process of its own, which finds what tests share."""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    given = {**os.environ, "PYTHONPATH": path, **environment}
-    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -94,10 +87,7 @@ def test_sources_flags_compiler_and_isa_make_the_name(monkeypatch: pytest.Monkey
 def test_a_compiler_that_fails_is_quoted(
     said: str, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 3\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CXX", compiler_script(tmp_path, f"echo '{said}' >&2; exit 3"))
     with pytest.raises(BuildError, match=said or "exit status 3") as failed:
         load_libraries(READ)
     assert "cpu_aten" in str(failed.value)
@@ -107,11 +97,8 @@ def test_a_compiler_that_fails_is_quoted(
 def test_without_openmp_it_is_built_for_one_thread(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiler = tmp_path / "c++"
-    real = cxx_compiler()
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) echo no -lgomp >&2; exit 1;; esac\nexec {real} "$@"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    line = f'case "$*" in *-fopenmp*) echo no -lgomp >&2; exit 1;; esac; exec {cxx_compiler()} "$@"'
+    monkeypatch.setenv("CXX", compiler_script(tmp_path, line))
     assert load_libraries(READ)[0].fp4_read
     assert "has no OpenMP" in caplog.text
     assert "no -lgomp" in caplog.text
@@ -160,10 +147,7 @@ selection = select(make_case(MXFP4).spec, device, Options(), probe=trial)
 print(selection.chosen, *(reason.code.name for verdict in selection.verdicts if verdict.backend == "cpu"
     for reason in verdict.reasons))
 """
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\nexit 1\n")
-    compiler.chmod(0o755)
-    done = run_python(code, CXX=str(compiler), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    done = run_python("-c", code, CXX=compiler_script(tmp_path, "exit 1"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert done.stdout.split() == ["cpu_aten", "PROBE_FAILED"], done.stderr
 
 
@@ -184,10 +168,8 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    compiler = tmp_path / "c++"
-    compiler.write_text(f'#!/bin/sh\nexec {cxx_compiler()} "$@" -static-libstdc++\n')
-    compiler.chmod(0o755)
-    done = run_python(code, CXX=str(compiler), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    compiler = compiler_script(tmp_path, f'exec {cxx_compiler()} "$@" -static-libstdc++')
+    done = run_python("-c", code, CXX=compiler, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert done.stdout.endswith("moe_cpu knows no mish\n"), done.stderr
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import compiler_script, run_python
 
 from fp4_inductor.device import cxx_compiler
 from fp4_inductor.kernels.cpu_build import ISA_VARIABLE, ISAS, processor_isas
@@ -23,10 +22,7 @@ def run(isa: str, *args: str, **environment: str) -> subprocess.CompletedProcess
         pytest.skip(f"this processor has no {isa}")
     if mmap.PAGESIZE != 4096:
         pytest.skip(f"pages have {mmap.PAGESIZE} bytes, and experts do not fill them")
-    path = os.pathsep.join([str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")])
-    given = {**os.environ, ISA_VARIABLE: isa, "PYTHONPATH": path, **environment}
-    command = [sys.executable, str(PROGRAM), *args]
-    return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    return run_python(str(PROGRAM), *args, **{ISA_VARIABLE: isa, **environment})
 
 
 @isas
@@ -49,11 +45,8 @@ def test_sanitizers_find_nothing(isa: str, tmp_path: Path) -> None:
     library = found.stdout.strip()
     if not Path(library).is_absolute():
         pytest.skip(f"{compiler} has no address sanitizer")
-    wrapper = tmp_path / "c++"
-    wrapper.write_text(
-        f'#!/bin/sh\nexec {compiler} "$@" -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all\n'
-    )
-    wrapper.chmod(0o755)
+    flags = "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+    wrapper = compiler_script(tmp_path, f'exec {compiler} "$@" {flags}')
     options = "detect_leaks=0,handle_segv=1"
-    done = run(isa, CXX=str(wrapper), TORCHINDUCTOR_CACHE_DIR=str(tmp_path), LD_PRELOAD=library, ASAN_OPTIONS=options)
+    done = run(isa, CXX=wrapper, TORCHINDUCTOR_CACHE_DIR=str(tmp_path), LD_PRELOAD=library, ASAN_OPTIONS=options)
     assert (done.returncode, done.stdout) == (0, "sound\n"), done.stderr[-4000:]
